@@ -1,0 +1,91 @@
+"""The equation as it is written, weights in the open: the oracle of every other implementation.
+
+F1  s_ij  = q_i . k_j * softmax_scale
+F2  p_ij  = exp(s_ij) / (sum over visible j of exp(s_ij) + exp(sink))
+F3  w_ij  = alpha_i p_ij + beta_i on visible keys, 0 elsewhere
+F4  out_i = gate_i * sum_j w_ij v_j
+
+Gradients are autograd's. Half precisions are computed in fp32, fp64 in fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dtypes import row_dtype
+from .shield import poison, shield
+from .visibility import Visibility
+
+
+def reference_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    visibility: Visibility,
+    softmax_scale: float,
+) -> Tensor:
+    """F1 to F3: the weights [B, H, T, S]."""
+    dtype = row_dtype(query.dtype)
+    visible = visibility.dense()
+    scores_BHTS = query.to(dtype) @ _repeat_heads(key, query.shape[1]).to(dtype).mT * softmax_scale
+    scores_BHTS = scores_BHTS.masked_fill(~visible, -torch.inf)
+
+    # The largest score (or the sink) is taken out so that exp cannot overflow; a row that sees nothing keeps 0.
+    largest_BHT1 = _row_max(scores_BHTS)
+    if sink is not None:
+        sink_H11 = sink.to(dtype)[:, None, None]
+        largest_BHT1 = torch.maximum(largest_BHT1, sink_H11)
+    largest_BHT1 = largest_BHT1.detach().masked_fill(largest_BHT1 == -torch.inf, 0)
+    exp_BHTS = torch.exp(scores_BHTS - largest_BHT1)
+    total_BHT1 = exp_BHTS.sum(-1, keepdim=True)
+    if sink is not None:
+        total_BHT1 = total_BHT1 + torch.exp(sink_H11 - largest_BHT1)
+    weights_BHTS = exp_BHTS / total_BHT1.masked_fill(total_BHT1 == 0, 1)
+
+    if alpha is not None:
+        weights_BHTS = weights_BHTS * alpha.to(dtype)[..., None]
+    if beta is not None:
+        weights_BHTS = weights_BHTS + beta.to(dtype)[..., None]
+    return weights_BHTS.masked_fill(~visible, 0)
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    visibility: Visibility,
+    softmax_scale: float,
+) -> Tensor:
+    """F4 on top of `reference_weights`: the output [B, H, T, D] in the dtype of query."""
+    dtype = row_dtype(query.dtype)
+    heads = query.shape[1]
+    key, value, broken = shield(key, value)
+    weights_BHTS = reference_weights(
+        query, key, alpha=alpha, beta=beta, sink=sink, visibility=visibility, softmax_scale=softmax_scale
+    )
+    out_BHTD = weights_BHTS @ _repeat_heads(value, heads).to(dtype)
+    poison_BHT1 = poison(broken, visibility, heads, dtype)
+    if poison_BHT1 is not None:
+        out_BHTD = out_BHTD + poison_BHT1
+    if gate is not None:
+        out_BHTD = gate.to(dtype) * out_BHTD
+    return out_BHTD.to(query.dtype)
+
+
+def _repeat_heads(x_BGSD: Tensor, heads: int) -> Tensor:
+    return x_BGSD.repeat_interleave(heads // x_BGSD.shape[1], dim=1)
+
+
+def _row_max(scores: Tensor) -> Tensor:
+    if scores.shape[-1] == 0:
+        return scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    return scores.amax(-1, keepdim=True)

@@ -1,0 +1,244 @@
+"""PyTorch's attention kernels as pairs (forward, backward) that hand out the log-sum-exp.
+
+`F.scaled_dot_product_attention` keeps the log-sum-exp to itself. The kernels below it return it, and their backward
+takes `out` and `lse` as inputs: exp(s - lse) are then the weights and rowsum(grad * out) is delta. Given the pair of a
+larger softmax (a sink, more keys in another tile) they return exact gradients of that larger softmax.
+
+A kernel gets a bias (0 or -inf, broadcastable to [B, H, T, S]) or none, and `is_causal` only for square tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.functional import pad
+
+from .dtypes import row_dtype
+
+aten = torch.ops.aten
+MATH_BLOCK = 256  # query rows that the plain kernel handles at a time
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One attention kernel of PyTorch: what it can take, its forward and its backward."""
+
+    name: str
+
+    def why_not(self, query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> str | None:
+        """The reason why this kernel cannot serve the call, None when it can."""
+        raise NotImplementedError
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, softmax_scale: float
+    ) -> tuple[Tensor, Tensor, Any]:
+        """(out [B, H, T, D], lse [B, H, T], what backward wants to have back)."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kept: Any,
+        bias: Tensor | None,
+        is_causal: bool,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
+        raise NotImplementedError
+
+
+class CpuFlash(Kernel):
+    """The blocked CPU kernel: grouped heads, fp64 to fp16, and a bias together with is_causal."""
+
+    def why_not(self, query, key, has_bias, is_causal):
+        return None if query.device.type == "cpu" else f"needs cpu tensors, got {query.device.type}"
+
+    def forward(self, query, key, value, bias, is_causal, softmax_scale):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=bias, scale=softmax_scale
+        )
+        return out, lse, None
+
+    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=softmax_scale
+        )
+
+
+class CudnnAttention(Kernel):
+    """cuDNN's kernel: the fastest on Hopper."""
+
+    def why_not(self, query, key, has_bias, is_causal):
+        if has_bias:
+            return "is used without a mask only"
+        if not _cuda_allows(can_use_cudnn_attention, query, key, is_causal):
+            return "cuDNN does not take this device, dtype or head dim"
+        return None
+
+    def forward(self, query, key, value, bias, is_causal, softmax_scale):
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=softmax_scale
+        )
+        return out, lse.reshape(lse.shape[:3]), (seed, offset, cum_q, cum_k, max_q, max_k, lse.shape)
+
+    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+        seed, offset, cum_q, cum_k, max_q, max_k, lse_shape = kept
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, query, key, value, out, lse.reshape(lse_shape), seed, offset, None, cum_q, cum_k, max_q, max_k,
+            0.0, is_causal, scale=softmax_scale,
+        )  # fmt: skip
+
+
+class CudaFlash(Kernel):
+    """PyTorch's build of FlashAttention."""
+
+    def why_not(self, query, key, has_bias, is_causal):
+        if has_bias:
+            return "takes no mask"
+        if not _cuda_allows(can_use_flash_attention, query, key, is_causal):
+            return "FlashAttention does not take this device, dtype or head dim"
+        return None
+
+    def forward(self, query, key, value, bias, is_causal, softmax_scale):
+        out, lse, cum_q, cum_k, max_q, max_k, rng, unused, _ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, False, scale=softmax_scale
+        )
+        return out, lse, (cum_q, cum_k, max_q, max_k, rng, unused)
+
+    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+        cum_q, cum_k, max_q, max_k, rng, unused = kept
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad_out, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, 0.0, is_causal, rng, unused,
+            scale=softmax_scale,
+        )  # fmt: skip
+
+
+class CudaEfficient(Kernel):
+    """The memory-efficient kernel: takes a bias and fp32; wants repeated key-value heads and padded rows."""
+
+    def why_not(self, query, key, has_bias, is_causal):
+        repeated = key[:, :1].expand(-1, query.shape[1], -1, -1)
+        if not _cuda_allows(can_use_efficient_attention, query, repeated, is_causal):
+            return "the memory-efficient kernel does not take this device or dtype"
+        return None
+
+    def forward(self, query, key, value, bias, is_causal, softmax_scale):
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
+            query, key, value, _full_bias(bias, query, key), True, 0.0, is_causal, scale=softmax_scale
+        )
+        return out, lse[:, :, : query.shape[2]], (seed, offset, lse.shape[2])
+
+    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+        seed, offset, rows = kept
+        groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        lse = pad(lse, (0, rows - lse.shape[2]), value=torch.inf)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, query, key, value, _full_bias(bias, query, key), out, lse, seed, offset, 0.0,
+            [True, True, True, False], is_causal, scale=softmax_scale,
+        )  # fmt: skip
+        return dq, _sum_repeats(dk, groups), _sum_repeats(dv, groups)
+
+
+class Plain(Kernel):
+    """Products and an explicit softmax, some rows at a time: every device and dtype."""
+
+    def why_not(self, query, key, has_bias, is_causal):
+        return None
+
+    def forward(self, query, key, value, bias, is_causal, softmax_scale):
+        value = value.to(row_dtype(query.dtype)).repeat_interleave(query.shape[1] // value.shape[1], 1)
+        outs, lses = [], []
+        for scores, _ in self._blocks(query, key, bias, is_causal, softmax_scale):
+            lse = torch.logsumexp(scores, dim=-1)
+            outs.append(torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]) @ value)
+            lses.append(lse)
+        return torch.cat(outs, 2).to(query.dtype), torch.cat(lses, 2), None
+
+    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+        dtype, groups = row_dtype(query.dtype), key.shape[1]
+        repeats = query.shape[1] // groups
+        value_BHSD = value.to(dtype).repeat_interleave(repeats, 1)
+        key_BHSD = key.to(dtype).repeat_interleave(repeats, 1)
+        delta_BHT = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+        dq, dk, dv = [], torch.zeros_like(key_BHSD), torch.zeros_like(value_BHSD)
+        for scores, rows in self._blocks(query, key, bias, is_causal, softmax_scale):
+            weights = torch.exp(scores - lse[:, :, rows, None])
+            grad = grad_out[:, :, rows].to(dtype)
+            dv = dv + weights.mT @ grad
+            ds = weights * (grad @ value_BHSD.mT - delta_BHT[:, :, rows, None]) * softmax_scale
+            dq.append(ds @ key_BHSD)
+            dk = dk + ds.mT @ query[:, :, rows].to(dtype)
+        grads = torch.cat(dq, 2), _sum_repeats(dk, groups), _sum_repeats(dv, groups)
+        return tuple(grad.to(query.dtype) for grad in grads)
+
+    @staticmethod
+    def _blocks(query, key, bias, is_causal, softmax_scale):
+        dtype = row_dtype(query.dtype)
+        key_BHDS = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+        column = torch.arange(key.shape[2], device=key.device)
+        for first in range(0, query.shape[2], MATH_BLOCK):
+            rows = slice(first, min(first + MATH_BLOCK, query.shape[2]))
+            scores = query[:, :, rows].to(dtype) @ key_BHDS * softmax_scale
+            if bias is not None:
+                scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows]).to(dtype)
+            if is_causal:
+                row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
+                scores = scores.masked_fill(column > row, -torch.inf)
+            yield scores, rows
+
+
+CPU_KERNELS: tuple[Kernel, ...] = (CpuFlash("cpu_flash"),)
+CUDA_KERNELS: tuple[Kernel, ...] = (CudnnAttention("cudnn"), CudaFlash("flash"), CudaEfficient("efficient"))
+PLAIN = Plain("plain")
+
+
+def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> tuple[Kernel, str]:
+    """The fastest kernel of PyTorch that can serve the call, and why: first in the measured order that does."""
+    candidates = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}.get(query.device.type, ())
+    refusals = []
+    for kernel in candidates:
+        reason = kernel.why_not(query, key, has_bias, is_causal)
+        if reason is None:
+            return kernel, "; ".join(refusals) or "first choice on this device"
+        refusals.append(f"{kernel.name} {reason}")
+    return PLAIN, "; ".join(refusals) or f"no fused kernel for device {query.device.type}"
+
+
+def _cuda_allows(rule, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+    params = SDPAParams(query, key, key, None, 0.0, is_causal, query.shape[1] != key.shape[1])
+    return bool(rule(params, False))
+
+
+def _full_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The kernel reads rows of the bias in vectors of 16: the last dim is padded in memory and cut in view."""
+    if bias is None:
+        return None
+    keys = key.shape[2]
+    bias = pad(bias, (0, -keys % 16))[..., :keys]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+
+
+def _sum_repeats(grad_BHSD: Tensor, groups: int) -> Tensor:
+    """Adds up the gradients of query heads that share a key-value head."""
+    batch, heads, keys, dim = grad_BHSD.shape
+    if heads == groups:
+        return grad_BHSD
+    shared = grad_BHSD.reshape(batch, groups, heads // groups, keys, dim)
+    return shared.sum(2, dtype=row_dtype(grad_BHSD.dtype)).to(grad_BHSD.dtype)

@@ -1,0 +1,171 @@
+"""Checks the arguments of a call before any work is done; every error names argument, rule, value and way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .visibility import Visibility
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+
+
+def check_query_key(query: Any, key: Any) -> None:
+    """query [B, H, T, D] and key [B, G, S, D]: rank, dtype, device, batch, head dim and heads fit."""
+    _check_tensor("query", query, "[B, H, T, D]", 4)
+    _check_tensor("key", key, "[B, G, S, D]", 4)
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query must be float64, float32, bfloat16 or float16, got {_name(query.dtype)}; convert it")
+    _check_same("key", key, query)
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key must have shape [B, G, S, D] = [{query.shape[0]}, G, S, {query.shape[3]}] to fit query "
+            f"{list(query.shape)}, got {list(key.shape)}; the layout is [batch, heads, length, head dim]"
+        )
+    heads, groups = query.shape[1], key.shape[1]
+    if groups == 0 or heads % groups:
+        raise ValueError(
+            f"query heads must be a multiple of key heads, got query {list(query.shape)} with H = {heads} and key "
+            f"{list(key.shape)} with G = {groups}; the layout is [batch, heads, length, head dim]"
+        )
+    if not 1 <= query.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"head dim D must be 1 to {MAX_HEAD_DIM}, got {query.shape[3]} in query {list(query.shape)}")
+
+
+def check_value(value: Any, query: Tensor, key: Tensor) -> None:
+    """value has the shape, dtype and device of key."""
+    _check_tensor("value", value, "[B, G, S, D]", 4)
+    _check_same("value", value, query)
+    if value.shape != key.shape:
+        raise ValueError(f"value must have the shape of key {list(key.shape)}, got {list(value.shape)}")
+
+
+def check_rows(query: Tensor, alpha: Any, beta: Any, sink: Any, gate: Any) -> None:
+    """alpha, beta [B, H, T], sink [H], gate [B, H, T, D]."""
+    batch, heads, queries, dim = query.shape
+    for name, x, letters, shape in (
+        ("alpha", alpha, "[B, H, T]", (batch, heads, queries)),
+        ("beta", beta, "[B, H, T]", (batch, heads, queries)),
+        ("sink", sink, "[H]", (heads,)),
+        ("gate", gate, "[B, H, T, D]", (batch, heads, queries, dim)),
+    ):
+        if x is None:
+            continue
+        _check_tensor(name, x, letters, len(shape))
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+        if x.dtype not in (query.dtype, torch.float32, torch.float64):
+            raise TypeError(
+                f"{name} must be float32, float64 or the dtype of query ({_name(query.dtype)}), got {_name(x.dtype)}; "
+                f"convert it with {name}.float()"
+            )
+        _check_device(name, x, query)
+
+
+def check_visibility(
+    query: Tensor, key: Tensor, *, mask: Any, is_causal: Any, window: Any, segment_ids: Any
+) -> Visibility:
+    """The four kinds of visibility as one checked object."""
+    batch, heads, queries = query.shape[:3]
+    keys = key.shape[2]
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window must be an int or None, got {window!r}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1 (1 = a query sees its own position only), got {window}")
+    key_mask, pair_mask = _check_mask(mask, query, batch, heads, queries, keys)
+    query_segments, key_segments = _check_segments(segment_ids, query, batch, queries, keys)
+    return Visibility(
+        batch, queries, keys, query.device, is_causal, window, query_segments, key_segments, key_mask, pair_mask
+    )
+
+
+def check_softmax_scale(softmax_scale: Any, dim: int) -> float:
+    """The given scale, or 1/sqrt(D)."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(dim)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
+        raise TypeError(f"softmax_scale must be a number or None (1/sqrt(D)), got {softmax_scale!r}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}; None means 1/sqrt(D)")
+    return float(softmax_scale)
+
+
+def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a boolean tensor [B, S] or [B, 1|H, T, S], got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be boolean, True where a key may be seen, got {_name(mask.dtype)}; "
+            "use mask.bool() for 0/1 masks and mask == 0 for additive ones"
+        )
+    _check_device("mask", mask, query)
+    if tuple(mask.shape) == (batch, keys):
+        return mask, None
+    if mask.dim() == 4 and mask.shape[0] == batch and mask.shape[1] in (1, heads) and mask.shape[2:] == (queries, keys):
+        return None, mask
+    raise ValueError(
+        f"mask must have shape [B, S] = [{batch}, {keys}] or [B, 1|H, T, S] = [{batch}, 1|{heads}, {queries}, {keys}], "
+        f"got {list(mask.shape)}"
+    )
+
+
+def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+    if segment_ids is None:
+        return None, None
+    if isinstance(segment_ids, Tensor):
+        if queries != keys:
+            raise ValueError(
+                f"segment_ids must be a pair ([B, T], [B, S]) when T != S, got one tensor with T = {queries} and "
+                f"S = {keys}"
+            )
+        segment_ids = (segment_ids, segment_ids)
+    if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
+        raise TypeError(f"segment_ids must be a tensor [B, T] or a pair of tensors, got {type(segment_ids).__name__}")
+    for letters, x, length in (("[B, T]", segment_ids[0], queries), ("[B, S]", segment_ids[1], keys)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"segment_ids must hold tensors, got {type(x).__name__}")
+        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+            raise TypeError(f"segment_ids must be integers, one id a document, got {_name(x.dtype)}")
+        if tuple(x.shape) != (batch, length):
+            raise ValueError(f"segment_ids must have shape {letters} = [{batch}, {length}], got {list(x.shape)}")
+        _check_device("segment_ids", x, query)
+    return segment_ids[0], segment_ids[1]
+
+
+def _check_tensor(name: str, x: Any, letters: str, rank: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor {letters}, got {type(x).__name__}")
+    if x.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions {letters}, got {x.dim()}: {list(x.shape)}")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a floating-point tensor, got {_name(x.dtype)}; convert it with {name}.float()")
+
+
+def _check_same(name: str, x: Tensor, query: Tensor) -> None:
+    if x.dtype != query.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of query ({_name(query.dtype)}), got {_name(x.dtype)}; "
+            f"convert one of them, for instance {name}.to(query.dtype)"
+        )
+    _check_device(name, x, query)
+
+
+def _check_device(name: str, x: Tensor, query: Tensor) -> None:
+    if x.device != query.device:
+        raise ValueError(
+            f"{name} must be on the device of query ({query.device}), got {x.device}; move it with "
+            f"{name}.to(query.device)"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

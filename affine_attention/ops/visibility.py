@@ -1,0 +1,279 @@
+"""Turns causal, window, segments and masks into one answer: which keys each query sees.
+
+Everything that depends on "the visible keys" is asked here: the block of a mask, the number of visible keys n_i, the
+sum of values over them, and its transpose. Sums never need a T x S tensor: within one segment the visible keys of a
+query are a contiguous range once the keys are sorted by (segment, position), so a sum is at most two look-ups in
+tables of partial sums. Only a dense `pair_mask`, which is T x S already, is summed by a product, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+PAIR_BLOCK = 256  # query rows of a dense mask that are handled at a time
+FEW_QUERIES = 16  # up to here (decoding) a product with the small mask is cheaper than tables of partial sums
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """The kinds of visibility of one call; all that are given must agree for a key to be seen.
+
+    Query i stands at position i + S - T (bottom-right aligned: the last query sees the last key).
+    `window` admits keys with |position - j| < window, so with `is_causal` the last `window` keys.
+    """
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    device: torch.device
+    is_causal: bool = False
+    window: int | None = None
+    query_segments: Tensor | None = None  # [B, T]
+    key_segments: Tensor | None = None  # [B, S]
+    key_mask: Tensor | None = None  # [B, S], True = may be seen
+    pair_mask: Tensor | None = None  # [B, 1|H, T, S], True = may be seen
+
+    @property
+    def offset(self) -> int:
+        """Position of query 0."""
+        return self.num_keys - self.num_queries
+
+    @property
+    def has_ranges_only(self) -> bool:
+        """True when causal and window say it all: the visible keys of a row are known without looking at data."""
+        return self.query_segments is None and self.key_mask is None and self.pair_mask is None
+
+    def for_batch(self, rows: slice) -> Visibility:
+        """The visibility of a part of the batch."""
+        tensors = {
+            name: None if tensor is None else tensor[rows]
+            for name in ("query_segments", "key_segments", "key_mask", "pair_mask")
+            for tensor in [getattr(self, name)]
+        }
+        return replace(self, batch=len(range(self.batch)[rows]), **tensors)
+
+    def key_bounds(self, first_query: int, last_query: int) -> tuple[int, int]:
+        """The keys [start, stop) that causal and window leave to the queries first..last (inclusive)."""
+        start, stop = 0, self.num_keys
+        if self.is_causal:
+            stop = last_query + self.offset + 1
+        if self.window is not None:
+            start = first_query + self.offset - self.window + 1
+            stop = min(stop, last_query + self.offset + self.window)
+        start = min(max(start, 0), self.num_keys)
+        return start, max(start, min(stop, self.num_keys))
+
+    def block(self, queries: slice, keys: slice) -> Tensor | None:
+        """The boolean mask [1|B, 1|H, rows, cols] of a block, None where every pair is visible."""
+        position_T = torch.arange(queries.start, queries.stop, device=self.device)[:, None] + self.offset
+        key_S = torch.arange(keys.start, keys.stop, device=self.device)[None, :]
+        visible = None
+
+        def also(term: Tensor) -> Tensor:
+            return term if visible is None else visible & term
+
+        if self.is_causal and keys.stop > queries.start + self.offset + 1:
+            visible = also((key_S <= position_T)[None, None])
+        if self.window is not None:
+            visible = also(((position_T - key_S).abs() < self.window)[None, None])
+        if self.query_segments is not None and self.key_segments is not None:
+            same = self.query_segments[:, queries, None] == self.key_segments[:, None, keys]
+            visible = also(same[:, None])
+        if self.key_mask is not None:
+            visible = also(self.key_mask[:, None, None, keys])
+        if self.pair_mask is not None:
+            visible = also(self.pair_mask[:, :, queries, keys])
+        if visible is None:
+            return None
+        rows, cols = queries.stop - queries.start, keys.stop - keys.start
+        return visible.expand(*visible.shape[:2], rows, cols)
+
+    def dense(self) -> Tensor:
+        """The whole mask [1|B, 1|H, T, S]; only for the reference and for diagnostics."""
+        mask = self.block(slice(0, self.num_queries), slice(0, self.num_keys))
+        if mask is None:
+            mask = torch.ones(1, 1, self.num_queries, self.num_keys, dtype=torch.bool, device=self.device)
+        return mask
+
+    def count(self) -> Tensor:
+        """n_i, the number of keys that each query sees: [1|B, 1|H, T], int64."""
+        if self.pair_mask is not None:
+            blocks = [mask.sum(-1) for _, mask in self._mask_blocks()]
+            return torch.cat(blocks, dim=2) if blocks else self.pair_mask.sum(-1)
+        start_T, stop_T = self._range_of_queries()
+        if self.has_ranges_only:
+            return (stop_T - start_T)[None, None]
+        ones_BS1 = torch.ones(self.batch, 1, self.num_keys, 1, dtype=torch.int64, device=self.device)
+        return self.sum_keys(ones_BS1).squeeze(-1)
+
+    def real_keys(self) -> Tensor:
+        """The keys of the call that are not padding: [1|B, 1, 1], int64."""
+        if self.key_mask is not None:
+            return self.key_mask.sum(-1)[:, None, None]
+        return torch.full((1, 1, 1), self.num_keys, dtype=torch.int64, device=self.device)
+
+    def sum_keys(self, x_BGSD: Tensor) -> Tensor:
+        """Sum of x over the visible keys of each query: [B, G, T, D], in the dtype of x.
+
+        With a pair mask that differs between heads the result has one row for each query head: [B, H, T, D].
+        """
+        if self.key_mask is not None:
+            x_BGSD = x_BGSD.masked_fill(~self.key_mask[:, None, :, None], 0)
+        if self.pair_mask is not None:
+            return self._sum_keys_by_product(x_BGSD)
+        if self.num_queries == 0 or self.num_keys == 0:
+            return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], self.num_queries, x_BGSD.shape[-1])
+        if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
+            before = x_BGSD[:, :, : self.offset].sum(dim=2, keepdim=True)
+            return before + x_BGSD[:, :, self.offset :].cumsum(dim=2)
+        if self.num_queries <= FEW_QUERIES:
+            return self._sum_keys_by_product(x_BGSD)
+        return _sum_ranges(x_BGSD, self.key_segments, self.query_segments, *self._range_of_queries())
+
+    def sum_queries(self, x_BGTD: Tensor) -> Tensor:
+        """The transpose of `sum_keys`: sum of x over the queries that see each key, [B, G, S, D]."""
+        if self.pair_mask is not None:
+            summed = self._sum_queries_by_product(x_BGTD)
+        else:
+            summed = self._sum_queries_by_range(x_BGTD)
+        if self.key_mask is not None:
+            summed = summed.masked_fill(~self.key_mask[:, None, :, None], 0)
+        return summed
+
+    def _sum_queries_by_range(self, x_BGTD: Tensor) -> Tensor:
+        if self.num_queries == 0 or self.num_keys == 0:
+            return x_BGTD.new_zeros(self.batch, x_BGTD.shape[1], self.num_keys, x_BGTD.shape[-1])
+        if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
+            # Summed from the end, not total - prefix: what comes earlier must not round what comes later.
+            after = x_BGTD.flip(2).cumsum(dim=2).flip(2)
+            return torch.cat([after[:, :, :1].expand(-1, -1, self.offset, -1), after], dim=2)
+        return _sum_ranges(x_BGTD, self.query_segments, self.key_segments, *self._range_of_keys())
+
+    def _range_of_queries(self) -> tuple[Tensor, Tensor]:
+        """Keys [start, stop) that causal and window leave to each query."""
+        position_T = torch.arange(self.num_queries, device=self.device) + self.offset
+        start_T = torch.zeros_like(position_T)
+        stop_T = torch.full_like(position_T, self.num_keys)
+        if self.is_causal:
+            stop_T = position_T + 1
+        if self.window is not None:
+            start_T = position_T - self.window + 1
+            stop_T = torch.minimum(stop_T, position_T + self.window)
+        start_T = start_T.clamp(0, self.num_keys)
+        return start_T, torch.maximum(start_T, stop_T.clamp(0, self.num_keys))
+
+    def _range_of_keys(self) -> tuple[Tensor, Tensor]:
+        """Queries [start, stop) to which causal and window show each key."""
+        query_S = torch.arange(self.num_keys, device=self.device) - self.offset
+        start_S = torch.zeros_like(query_S)
+        stop_S = torch.full_like(query_S, self.num_queries)
+        if self.is_causal:
+            start_S = query_S
+        if self.window is not None:
+            start_S = torch.maximum(start_S, query_S - self.window + 1)
+            stop_S = query_S + self.window
+        start_S = start_S.clamp(0, self.num_queries)
+        return start_S, torch.maximum(start_S, stop_S.clamp(0, self.num_queries))
+
+    def _mask_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(queries, mask) of the dense mask, some rows at a time."""
+        for first in range(0, self.num_queries, PAIR_BLOCK):
+            queries = slice(first, min(first + PAIR_BLOCK, self.num_queries))
+            mask = self.block(queries, slice(0, self.num_keys))
+            if mask is None:
+                mask = torch.ones(1, 1, queries.stop - first, self.num_keys, dtype=torch.bool, device=self.device)
+            yield queries, mask
+
+    def _sum_keys_by_product(self, x_BGSD: Tensor) -> Tensor:
+        blocks = []
+        for _, mask in self._mask_blocks():
+            x_BMSD, mask = _match_heads(x_BGSD, mask)
+            blocks.append(mask.to(x_BGSD.dtype) @ x_BMSD)
+        if not blocks:
+            return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], 0, x_BGSD.shape[-1])
+        return torch.cat(blocks, dim=2)
+
+    def _sum_queries_by_product(self, x_BGTD: Tensor) -> Tensor:
+        total = x_BGTD.new_zeros(self.batch, x_BGTD.shape[1], self.num_keys, x_BGTD.shape[-1])
+        for queries, mask in self._mask_blocks():
+            x_block, mask = _match_heads(x_BGTD[:, :, queries], mask)
+            total = total + mask.to(x_BGTD.dtype).mT @ x_block
+        return total
+
+
+def _match_heads(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats key-value heads up to the heads of a mask that differs between heads."""
+    heads = mask.shape[1]
+    if heads > 1 and x.shape[1] not in (1, heads):
+        x = x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x, mask
+
+
+def _sum_ranges(
+    x: Tensor,
+    source_segments: Tensor | None,
+    target_segments: Tensor | None,
+    start: Tensor,
+    stop: Tensor,
+) -> Tensor:
+    """Sums x [B, G, n, D] over source positions [start, stop) of each target, within the target's segment.
+
+    No difference of prefix sums: a huge or NaN value outside a range must not touch the sum of the range. Two
+    positions first <= last that part at bit `level` lie in the two halves of one block of 2^(level+1), so their sum is
+    a suffix sum of the left half plus a prefix sum of the right half, and contains nothing else.
+    """
+    batch, groups, num_sources, dim = x.shape
+    rows = x.transpose(1, 2).reshape(batch, num_sources, groups * dim)
+    if source_segments is not None and target_segments is not None:
+        order, start, stop = _sorted_ranges(source_segments, target_segments, start, stop)
+        rows = rows.gather(1, order[:, :, None].expand_as(rows))
+    else:
+        start, stop = start.expand(batch, -1), stop.expand(batch, -1)
+
+    size = 1 << max(num_sources - 1, 0).bit_length()
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, size - num_sources))
+    empty = stop <= start
+    first = start.masked_fill(empty, 0)
+    last = (stop - 1).masked_fill(empty, 0)
+    row_of_batch = torch.arange(batch, device=x.device)[:, None] * size
+
+    def pick(table: Tensor, index: Tensor) -> Tensor:
+        flat = (index + row_of_batch).reshape(-1)
+        return table.reshape(batch * size, groups * dim).index_select(0, flat).view(batch, -1, groups * dim)
+
+    summed = pick(rows, first)
+    for level in range(size.bit_length() - 1):
+        halves = rows.view(batch, size >> (level + 1), 2, 1 << level, groups * dim)
+        suffix = halves[:, :, 0].flip(2).cumsum(2).flip(2)
+        prefix = halves[:, :, 1].cumsum(2)
+        table = torch.stack([suffix, prefix], dim=2)
+        parts_here = ((first ^ last) >> level) == 1
+        summed = torch.where(parts_here[:, :, None], pick(table, first) + pick(table, last), summed)
+    summed = summed.masked_fill(empty[:, :, None], 0)
+    return summed.view(batch, -1, groups, dim).transpose(1, 2)
+
+
+def _sorted_ranges(
+    source_segments: Tensor, target_segments: Tensor, start: Tensor, stop: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the sources by (segment, position) and moves each target's range [start, stop) into that order.
+
+    Segments need not be contiguous and may hold any integers: the sort key uses the rank of an id, never its value.
+    """
+    num_sources = source_segments.shape[1]
+    sorted_ids, order = torch.sort(source_segments, dim=1, stable=True)
+    target_segments = target_segments.contiguous()
+    first = torch.searchsorted(sorted_ids, target_segments)
+    last = torch.searchsorted(sorted_ids, target_segments, right=True)
+    stride = num_sources + 1
+    source_rank = torch.searchsorted(sorted_ids, sorted_ids.contiguous())
+    keys = source_rank * stride + order
+    lower = torch.searchsorted(keys, first * stride + start)
+    upper = torch.searchsorted(keys, first * stride + stop)
+    # A target whose segment no source has would else borrow the range of the next id.
+    absent = first == last
+    return order, lower.masked_fill(absent, 0), upper.masked_fill(absent, 0)
