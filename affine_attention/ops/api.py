@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .composed import composed_attention, plan
+from .composed import composed_attention
 from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
+from .tiles import plan
 from .validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
 from .visibility import Visibility
 

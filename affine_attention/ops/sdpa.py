@@ -212,7 +212,7 @@ PLAIN = Plain("plain")
 def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> tuple[Kernel, str]:
     """The fastest kernel of PyTorch that can serve the call, and why: first in the measured order that does."""
     candidates = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}.get(query.device.type, ())
-    refusals = []
+    refusals: list[str] = []
     for kernel in candidates:
         reason = kernel.why_not(query, key, has_bias, is_causal)
         if reason is None:

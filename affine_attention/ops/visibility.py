@@ -49,12 +49,18 @@ class Visibility:
 
     def for_batch(self, rows: slice) -> Visibility:
         """The visibility of a part of the batch."""
-        tensors = {
-            name: None if tensor is None else tensor[rows]
-            for name in ("query_segments", "key_segments", "key_mask", "pair_mask")
-            for tensor in [getattr(self, name)]
-        }
-        return replace(self, batch=len(range(self.batch)[rows]), **tensors)
+
+        def part(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[rows]
+
+        return replace(
+            self,
+            batch=len(range(self.batch)[rows]),
+            query_segments=part(self.query_segments),
+            key_segments=part(self.key_segments),
+            key_mask=part(self.key_mask),
+            pair_mask=part(self.pair_mask),
+        )
 
     def key_bounds(self, first_query: int, last_query: int) -> tuple[int, int]:
         """The keys [start, stop) that causal and window leave to the queries first..last (inclusive)."""

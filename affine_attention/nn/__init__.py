@@ -1,0 +1,25 @@
+"""Parameters and state around the operator."""
+
+from .attention import AttentionMechanism, Coefficients, KeyValueCache, SelfAttention
+from .mechanism import PRESETS, Mechanism
+from .scaling import (
+    AffineScale,
+    commit_after_step,
+    commit_running_alpha,
+    discard_running_alpha,
+    linear_clipping,
+)
+
+__all__ = [
+    "PRESETS",
+    "AffineScale",
+    "AttentionMechanism",
+    "Coefficients",
+    "KeyValueCache",
+    "Mechanism",
+    "SelfAttention",
+    "commit_after_step",
+    "commit_running_alpha",
+    "discard_running_alpha",
+    "linear_clipping",
+]

@@ -1,0 +1,289 @@
+"""The modules of one layer: `AttentionMechanism` owns W_a, W_g and the sink, `SelfAttention` is the whole layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import attention, count_visible_keys
+from .mechanism import Mechanism, as_mechanism
+from .rotary import rotate
+from .scaling import AffineScale
+
+
+class Coefficients(NamedTuple):
+    """What a mechanism hands to the operator; each is None where the mechanism has none."""
+
+    alpha: Tensor | None  # [B, H, T]
+    beta: Tensor | None  # [B, H, T]
+    sink: Tensor | None  # [H]
+    gate: Tensor | None  # [B, H, T, D]
+
+
+class AttentionMechanism(nn.Module):
+    """The parameters and state of one layer's mechanism: hidden states to alpha, beta, sink and gate.
+
+    >>> layer = AttentionMechanism("affine", embed_dim=64, num_heads=4, head_dim=16)
+    >>> hidden = torch.randn(2, 10, 64); q = k = v = torch.randn(2, 4, 10, 16)
+    >>> layer(hidden, q, k, v, is_causal=True).shape
+    torch.Size([2, 4, 10, 16])
+    """
+
+    sink: Tensor | None
+
+    def __init__(
+        self,
+        mechanism: Mechanism | str,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.mechanism = as_mechanism(mechanism)
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.scale = (
+            AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
+            if self.mechanism.has_alpha
+            else None
+        )
+        self.gate_proj = (
+            nn.Linear(embed_dim, num_heads * head_dim, bias=False, device=device, dtype=dtype)
+            if self.mechanism.gate
+            else None
+        )
+        empty = torch.empty(num_heads, device=device, dtype=dtype)
+        if self.mechanism.sink == "learned":
+            self.sink = nn.Parameter(empty)
+        elif self.mechanism.sink == "zero":
+            self.register_buffer("sink", empty, persistent=False)
+        else:
+            self.sink = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.scale is not None:
+            self.scale.reset_parameters()
+        if self.gate_proj is not None:
+            nn.init.normal_(self.gate_proj.weight, std=self.mechanism.init_std)
+        if self.sink is not None:
+            self.sink.fill_(self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
+
+    def coefficients(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        window: int | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        token_mask: Tensor | None = None,
+    ) -> Coefficients:
+        """alpha, beta, sink and gate of a call; query and key only tell the visible keys, their values do not matter.
+
+        `token_mask` [B, T] says which queries are real tokens; None takes the last T columns of a [B, S] mask.
+        """
+        alpha = beta = gate = None
+        if self.scale is not None:
+            num_keys = None
+            if self.mechanism.bias:
+                num_keys = self._bias_divisor(
+                    query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
+                )
+            if token_mask is None and mask is not None and mask.dim() == 2 and mask.shape[1] >= query.shape[2]:
+                token_mask = mask[:, mask.shape[1] - query.shape[2] :]
+            alpha, beta = self.scale(hidden, num_keys, token_mask)
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return Coefficients(alpha, beta, self.sink, gate)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        window: int | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        token_mask: Tensor | None = None,
+        softmax_scale: float | None = None,
+        impl: str = "auto",
+    ) -> Tensor:
+        """The operator with this layer's coefficients: [B, H, T, D]."""
+        visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        alpha, beta, sink, gate = self.coefficients(hidden, query, key, **visible, token_mask=token_mask)
+        return attention(
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
+            softmax_scale=softmax_scale, impl=impl,
+        )  # fmt: skip
+
+    def _bias_divisor(self, query: Tensor, key: Tensor, **visible) -> Tensor | int:
+        """N of Eq. 8, as `bias_length` says."""
+        length = self.mechanism.bias_length
+        if length == "keys":
+            mask = visible["mask"]
+            if mask is not None and mask.dim() == 2:
+                return mask.sum(-1)[:, None, None].clamp(min=1)
+            return max(key.shape[2], 1)
+        if isinstance(length, int) and key.shape[2] <= length:
+            return length  # no query can see more
+        visible_keys = count_visible_keys(query, key, **visible)
+        return visible_keys.clamp(min=length if isinstance(length, int) else 1)
+
+
+class SelfAttention(nn.Module):
+    """A causal self-attention layer with rotary positions and a key-value cache, for any mechanism.
+
+    >>> layer = SelfAttention(64, num_heads=4, num_kv_heads=2, mechanism="affine")
+    >>> layer(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+
+    Args:
+        embed_dim: M, the model width.
+        num_heads, num_kv_heads: H and G; G defaults to H.
+        mechanism: a `Mechanism` or the name of a preset.
+        head_dim: D, embed_dim // num_heads by default.
+        window: a query sees its last `window` keys only.
+        rope_theta: base of the rotary frequencies; None means no positions.
+        impl: implementation of the operator, see `affine_attention.attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        mechanism: Mechanism | str = "affine",
+        *,
+        head_dim: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = 10000.0,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads when head_dim is not given, got embed_dim={embed_dim}, "
+                    f"num_heads={num_heads}; pass head_dim"
+                )
+            head_dim = embed_dim // num_heads
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}; pass rope_theta=None")
+        self.head_dim, self.window, self.rope_theta, self.impl = head_dim, window, rope_theta, impl
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=False, **like)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False, **like)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False, **like)
+        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=False, **like)
+        self.mechanism = AttentionMechanism(mechanism, embed_dim, num_heads, head_dim, **like)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """[B, T, M] to [B, T, M].
+
+        Args:
+            mask: boolean [B, S], True for real tokens; S counts the cached tokens too.
+            segment_ids: [B, T] documents packed into one row; cannot be used with a cache.
+            positions: [B, T] rotary positions; by default they count the real tokens of a row, from 0 in each segment.
+            cache: keys and values of earlier calls; the new ones are appended.
+        """
+        if cache is not None:
+            if segment_ids is not None:
+                raise ValueError("segment_ids cannot be used with a cache: decode one document a row")
+            if self.mechanism.mechanism.bias and self.mechanism.mechanism.bias_length == "keys":
+                raise ValueError(
+                    'bias_length="keys" cannot generate: every new key would change the earlier outputs; train with '
+                    'an integer bias_length or "visible"'
+                )
+        past = 0 if cache is None else cache.length
+        if mask is not None and tuple(mask.shape) != (hidden.shape[0], past + hidden.shape[1]):
+            raise ValueError(
+                f"mask must have shape [B, S] = [{hidden.shape[0]}, {past + hidden.shape[1]}] "
+                f"({past} cached and {hidden.shape[1]} new tokens), got {list(mask.shape)}"
+            )
+        query, key, value = (
+            proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rope_theta is not None:
+            if positions is None:
+                positions = _default_positions(hidden, mask, segment_ids, past)
+            query, key = rotate(query, positions, self.rope_theta), rotate(key, positions, self.rope_theta)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        out = self.mechanism(
+            hidden, query, key, value, mask=mask, is_causal=True, window=self.window, segment_ids=segment_ids,
+            impl=self.impl,
+        )  # fmt: skip
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class KeyValueCache:
+    """Keys and values of one layer's earlier tokens. It can be cropped and reordered, for beams and rollbacks."""
+
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self.key is None else self.key.shape[2]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds [B, G, T, D] and returns all that is held."""
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
+        self.key, self.value = key, value
+        return key, value
+
+    def crop(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be 0 to {self.length}, the cached tokens, got {length}")
+        if self.key is not None and self.value is not None:
+            self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Makes row i of the batch what row rows[i] was."""
+        if self.key is not None and self.value is not None:
+            self.key, self.value = self.key[rows], self.value[rows]
+
+
+def _default_positions(hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
+    """Positions [B, T] that count real tokens from 0, anew in each run of equal segment ids."""
+    batch, queries = hidden.shape[:2]
+    if mask is not None:
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+    positions = torch.arange(past, past + queries, device=hidden.device).expand(batch, queries)
+    if segment_ids is None:
+        return positions
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return positions - torch.where(starts, positions, 0).cummax(-1).values

@@ -1,0 +1,163 @@
+"""Names a mechanism: which of alpha, beta, sink and gate it has, and every setting that travels in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+ACTIVATIONS = ("linear_clipping", "sigmoid")
+SINKS = ("zero", "learned")
+BIAS_LENGTH_WORDS = ("visible", "keys")
+PAPER_TRAINING_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The settings of one attention mechanism.
+
+    >>> Mechanism.named("affine").bias_length
+    2048
+    >>> Mechanism.named("affine", activation="sigmoid", bias_length=4096).activation
+    'sigmoid'
+
+    Attributes:
+        name: what tables and checkpoints call it.
+        activation: phi of alpha = phi(W_a x): "linear_clipping" (the paper), "sigmoid", or None: no alpha.
+        bias: True for beta = (running_alpha - alpha) / N (Eq. 8).
+        sink: "learned" (one logit a head), "zero" (off by one), or None.
+        gate: True for an output gate sigmoid(W_g x), one for each head and channel.
+        bias_length: N of Eq. 8. An integer L: max(L, visible keys), the paper's division at its training length L;
+            "visible": the visible keys of the query; "keys": the keys of the call (for comparison; cannot generate).
+        momentum: rho of the running average (Eq. 9).
+        running_alpha_start: its value before the first step (the paper: 0).
+        init_std: standard deviation of W_a and W_g at the start.
+        sink_start: the learned sink at the start.
+    """
+
+    name: str = "softmax"
+    activation: Literal["linear_clipping", "sigmoid"] | None = None
+    bias: bool = False
+    sink: Literal["zero", "learned"] | None = None
+    gate: bool = False
+    bias_length: int | Literal["visible", "keys"] = PAPER_TRAINING_LENGTH
+    momentum: float = 0.9
+    running_alpha_start: float = 0.0
+    init_std: float = 0.02
+    sink_start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a non-empty string, got {self.name!r}")
+        _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("sink", self.sink, SINKS)
+        for flag in ("bias", "gate"):
+            if not isinstance(getattr(self, flag), bool):
+                raise TypeError(f"{flag} must be True or False, got {getattr(self, flag)!r}")
+        if self.bias and self.activation is None:
+            raise ValueError(
+                "bias=True needs an alpha, since beta = (running_alpha - alpha) / N, got activation=None; "
+                'set activation="linear_clipping" or bias=False'
+            )
+        _check_bias_length(self.bias_length)
+        _check_number("momentum", self.momentum, 0.0, 1.0)
+        _check_number("running_alpha_start", self.running_alpha_start, 0.0, 1.0)
+        _check_number("init_std", self.init_std, 0.0, math.inf)
+        _check_number("sink_start", self.sink_start, -math.inf, math.inf)
+
+    @property
+    def has_alpha(self) -> bool:
+        return self.activation is not None
+
+    @classmethod
+    def named(cls, name: str, **settings: Any) -> Mechanism:
+        """A preset of the table in the README, with settings changed by keyword."""
+        if name not in PRESETS:
+            near = get_close_matches(str(name), PRESETS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
+        _check_keys(settings)
+        return replace(PRESETS[name], **settings)
+
+    def extra_parameters(self, embed_dim: int, num_heads: int, head_dim: int) -> int:
+        """Parameters that the mechanism adds to one layer."""
+        alpha = embed_dim * num_heads if self.has_alpha else 0
+        gate = embed_dim * num_heads * head_dim if self.gate else 0
+        return alpha + gate + (num_heads if self.sink == "learned" else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> Mechanism:
+        if not isinstance(settings, dict):
+            raise TypeError(f"a mechanism is read from a dict of settings, got {type(settings).__name__}")
+        _check_keys(settings)
+        return cls(**settings)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Mechanism:
+        return cls.from_dict(json.loads(text))
+
+
+def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
+    """Takes a Mechanism or the name of a preset."""
+    if isinstance(mechanism, Mechanism):
+        return mechanism
+    if isinstance(mechanism, str):
+        return Mechanism.named(mechanism)
+    raise TypeError(f"mechanism must be a Mechanism or the name of a preset, got {type(mechanism).__name__}")
+
+
+def _check_keys(settings: dict[str, Any]) -> None:
+    known = [field.name for field in fields(Mechanism)]
+    for key in settings:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"a mechanism has no setting {key!r}{hint}; it has {', '.join(known)}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be None or one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+
+def _check_bias_length(value: Any) -> None:
+    rule = 'bias_length must be an integer of at least 1, "visible" or "keys"'
+    if isinstance(value, str):
+        if value not in BIAS_LENGTH_WORDS:
+            raise ValueError(f"{rule}, got {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{rule}, got {value!r}")
+    elif value < 1:
+        raise ValueError(f"{rule}, got {value}")
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{name} must be a finite number from {low:g} to {high:g}, got {value}")
+
+
+PRESETS: dict[str, Mechanism] = {
+    mechanism.name: mechanism
+    for mechanism in (
+        Mechanism("softmax"),
+        Mechanism("off_by_one", sink="zero"),
+        Mechanism("sink", sink="learned"),
+        Mechanism("gated", gate=True),
+        Mechanism("affine", activation="linear_clipping", bias=True),
+        Mechanism("affine_gated", activation="linear_clipping", bias=True, gate=True),
+        Mechanism("head_gated", activation="sigmoid"),
+        Mechanism("affine_no_bias", activation="linear_clipping"),
+    )
+}

@@ -1,0 +1,216 @@
+"""Softmax attention over any visibility, cut into tiles that PyTorch's kernels serve without a T x S mask.
+
+Tiles are whole rectangles, causal squares and, for windows and segments, a few query rows at a time with a small mask.
+Tiles of the same rows are merged through their log-sum-exp, and the sink enters the same way:
+
+F5  lse = log(exp(lse_1) + exp(lse_2));  O = O_1 exp(lse_1 - lse) + O_2 exp(lse_2 - lse)
+F6  the sink is a tile with log-sum-exp `sink` and O = 0
+
+The backward calls each tile's own backward with the merged O and lse, which gives exact gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .dtypes import row_dtype
+from .sdpa import choose_kernel
+from .visibility import Visibility
+
+QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block of queries
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of (queries x keys) for one kernel call. Causal tiles are square and aligned to the diagonal."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    mask: Literal["none", "keys", "pairs"] = "none"
+
+
+def plan(visibility: Visibility, device_type: str) -> list[tuple[slice, list[Tile]]]:
+    """Groups of query rows with the tiles that they need; rows that no group covers see nothing."""
+    queries, keys = visibility.num_queries, visibility.num_keys
+    if queries == 0 or keys == 0:
+        return []
+    ranges_only = visibility.window is None and visibility.query_segments is None and visibility.pair_mask is None
+    # Only the CPU kernel takes a [B, 1, 1, S] mask beside is_causal without expanding it.
+    if ranges_only and (visibility.key_mask is None or device_type == "cpu"):
+        return _rectangles(queries, keys, visibility.is_causal, "none" if visibility.key_mask is None else "keys")
+    groups = []
+    for first in range(0, queries, QUERY_BLOCK):
+        rows = slice(first, min(first + QUERY_BLOCK, queries))
+        start, stop = visibility.key_bounds(rows.start, rows.stop - 1)
+        if stop > start:
+            groups.append((rows, [Tile(rows, slice(start, stop), mask="pairs")]))
+    return groups
+
+
+def _rectangles(
+    queries: int, keys: int, is_causal: bool, mask: Literal["none", "keys"]
+) -> list[tuple[slice, list[Tile]]]:
+    if not is_causal or queries == 1:
+        rows = slice(0, queries)
+        return [(rows, [Tile(rows, slice(0, keys), mask=mask)])]
+    # Bottom-right: the last min(T, S) queries face a causal square, the keys before it are seen by all of them.
+    size = min(queries, keys)
+    rows = slice(queries - size, queries)
+    tiles = [Tile(rows, slice(keys - size, keys), is_causal=True, mask=mask)]
+    if keys > size:
+        tiles.insert(0, Tile(rows, slice(0, keys - size), mask=mask))
+    return [(rows, tiles)]
+
+
+def softmax_forward(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, visibility: Visibility, softmax_scale: float
+) -> tuple[Tensor, Tensor, list[Any]]:
+    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T] and what the backward needs to have back.
+
+    The log-sum-exp of a row that sees nothing is +inf, so that exp(s - lse) is 0 in every backward.
+    """
+    query, key, value = (_unit_stride(x) for x in (query, key, value))
+    kept, parts = [], []
+    for rows, tiles in plan(visibility, query.device.type):
+        out, lse, tile_kept = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
+        kept.append(tile_kept)
+        for tile in tiles[1:]:
+            tile_out, tile_lse, tile_kept = _tile_forward(query, key, value, tile, visibility, softmax_scale)
+            kept.append(tile_kept)
+            out, lse = _merge(out, lse, tile_out, tile_lse)
+        parts.append((rows, out, lse))
+
+    if len(parts) == 1 and parts[0][0] == slice(0, query.shape[2]):
+        _, out, lse = parts[0]
+    else:
+        out = torch.zeros_like(query)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=row_dtype(query.dtype), device=query.device)
+        for rows, part_out, part_lse in parts:
+            out[:, :, rows] = part_out
+            lse[:, :, rows] = part_lse
+
+    if sink is not None:
+        with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
+        out = (out * _exp_difference(lse, with_sink)[..., None]).to(query.dtype)
+        lse = with_sink
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), kept
+
+
+def softmax_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visibility: Visibility,
+    softmax_scale: float,
+    kept: list[Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `softmax_forward` in query, key and value, tile by tile."""
+    query, key, value, grad_out = (_unit_stride(x) for x in (query, key, value, grad_out))
+    tiles = [tile for _, tiles in plan(visibility, query.device.type) for tile in tiles]
+    whole = (slice(0, query.shape[2]), slice(0, key.shape[2]))
+    if len(tiles) == 1 and (tiles[0].queries, tiles[0].keys) == whole:
+        return _tile_backward(grad_out, query, key, value, out, lse, tiles[0], visibility, softmax_scale, kept[0])
+    total = row_dtype(query.dtype)
+    grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=total) for x in (query, key, value))
+    for tile, tile_kept in zip(tiles, kept, strict=True):
+        dq, dk, dv = _tile_backward(grad_out, query, key, value, out, lse, tile, visibility, softmax_scale, tile_kept)
+        grad_query[:, :, tile.queries] += dq
+        grad_key[:, :, tile.keys] += dk
+        grad_value[:, :, tile.keys] += dv
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _tile_forward(
+    query: Tensor, key: Tensor, value: Tensor, tile: Tile, visibility: Visibility, softmax_scale: float
+) -> tuple[Tensor, Tensor, Any]:
+    visible, keys = _tile_mask(tile, visibility)
+    query, key, value = query[:, :, tile.queries], key[:, :, keys], value[:, :, keys]
+    kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
+    out, lse, kept = kernel.forward(query, key, value, _as_bias(visible, query.dtype), tile.is_causal, softmax_scale)
+    if visible is not None:
+        # Kernels disagree on what a row without keys returns (0, NaN, lse 0): say it here.
+        empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
+        out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    return out, lse, kept
+
+
+def _tile_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    visibility: Visibility,
+    softmax_scale: float,
+    kept: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    visible, keys = _tile_mask(tile, visibility)
+    rows = tile.queries
+    query, key, value = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+    kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
+    dq, dk, dv = kernel.backward(
+        grad_out[:, :, rows], query, key, value, out[:, :, rows], lse[:, :, rows].contiguous(), kept,
+        _as_bias(visible, query.dtype), tile.is_causal, softmax_scale,
+    )  # fmt: skip
+    if keys != tile.keys:
+        margins = (0, 0, keys.start - tile.keys.start, tile.keys.stop - keys.stop)
+        dk, dv = pad(dk, margins), pad(dv, margins)
+    return dq, dk, dv
+
+
+def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice]:
+    """The boolean mask of a tile, and its keys without those at the ends that no row of the tile sees."""
+    if tile.mask == "none":
+        return None, tile.keys
+    if tile.mask == "keys":
+        assert visibility.key_mask is not None
+        return visibility.key_mask[:, None, None, tile.keys], tile.keys
+    visible = visibility.block(tile.queries, tile.keys)
+    if visible is None or visibility.device.type != "cpu" or torch.compiler.is_compiling():
+        return visible, tile.keys  # looking at the data would wait for the device or break the graph
+    seen = visible.flatten(0, 2).any(0).nonzero()
+    if seen.numel() == 0:
+        return visible[..., :1], slice(tile.keys.start, tile.keys.start + 1)
+    first, last = int(seen[0]), int(seen[-1])
+    return visible[..., first : last + 1], slice(tile.keys.start + first, tile.keys.start + last + 1)
+
+
+def _empty_rows(visible: Tensor, is_causal: bool, num_rows: int) -> Tensor:
+    """Rows of a masked tile that see no key: [1|B, 1|H, rows]. A causal tile is square and its mask one of keys."""
+    if is_causal:
+        return ~visible[:, :, 0].cummax(dim=-1).values.bool()
+    return ~visible.any(-1).expand(-1, -1, num_rows)
+
+
+def _as_bias(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if visible is None:
+        return None
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)
+
+
+def _merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
+    """F5."""
+    lse = torch.logaddexp(lse_1, lse_2)
+    out = out_1 * _exp_difference(lse_1, lse)[..., None] + out_2 * _exp_difference(lse_2, lse)[..., None]
+    return out.to(out_1.dtype), lse
+
+
+def _exp_difference(lse_part: Tensor, lse: Tensor) -> Tensor:
+    """exp(lse_part - lse), 0 where the part is empty (-inf minus -inf is NaN)."""
+    return torch.exp(lse_part - lse).masked_fill(lse_part == -torch.inf, 0)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last, and some give wrong numbers rather than an error for it."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
