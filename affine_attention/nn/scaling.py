@@ -106,6 +106,9 @@ class AffineScale(nn.Module):
         # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
         alpha_BTH = self.activation(scores_BTH if scores_BTH.dtype == torch.float64 else scores_BTH.float())
         if self.mechanism.bias and self.training and torch.is_grad_enabled():
+            if self.collected.device != alpha_BTH.device:
+                # Built on the meta device and loaded since: no checkpoint holds this buffer.
+                self.collected = torch.zeros_like(self.collected, device=alpha_BTH.device, requires_grad=True)
             alpha_BTH = _CollectAlpha.apply(alpha_BTH, token_mask, self.collected)
         alpha = alpha_BTH.transpose(1, 2)
         if not self.mechanism.bias:

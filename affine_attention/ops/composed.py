@@ -94,11 +94,11 @@ class _Composed(torch.autograd.Function):
         ctx.visibility, ctx.softmax_scale, ctx.kept = visibility, softmax_scale, kept
 
         out = _scale_and_shift(softmax_out, clean_value, alpha, beta, visibility)
+        if gate is not None:
+            out = gate * out
         poison_BHT1 = poison(broken, visibility, query.shape[1], out.dtype)
         if poison_BHT1 is not None:
             out = out + poison_BHT1
-        if gate is not None:
-            out = gate * out
         # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice.
         return out.to(query.dtype)
 
@@ -167,7 +167,8 @@ def _gradients(
         if alpha is not None:
             # The CPU kernel's backward copies a gradient that does not lie in memory as [B, T, H, D].
             laid_out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-            inner = torch.mul(inner, alpha[..., None], out=laid_out.transpose(1, 2))
+            torch.mul(inner.transpose(1, 2), alpha.transpose(1, 2)[..., None], out=laid_out)
+            inner = laid_out.transpose(1, 2)
         grads["query"], grads["key"], grads["value"] = softmax_backward(
             inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, kept
         )

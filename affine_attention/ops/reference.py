@@ -73,11 +73,11 @@ def reference_attention(
         query, key, alpha=alpha, beta=beta, sink=sink, visibility=visibility, softmax_scale=softmax_scale
     )
     out_BHTD = weights_BHTS @ _repeat_heads(value, heads).to(dtype)
+    if gate is not None:
+        out_BHTD = gate.to(dtype) * out_BHTD
     poison_BHT1 = poison(broken, visibility, heads, dtype)
     if poison_BHT1 is not None:
         out_BHTD = out_BHTD + poison_BHT1
-    if gate is not None:
-        out_BHTD = gate.to(dtype) * out_BHTD
     return out_BHTD.to(query.dtype)
 
 

@@ -1,0 +1,309 @@
+"""Makes inputs, the fp64 oracle and the derived tolerance; shared by the tests and the benchmarks.
+
+An implementation is right when its error against fp64 is at most `MAX_ERROR_RATIO` times that of plain PyTorch in the
+same dtype, for the output and for every gradient. Plain PyTorch is the formula as anyone would write it, with
+`torch.softmax` or with `F.scaled_dot_product_attention`, whichever is worse: neither is the better PyTorch everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .nn import PRESETS, Mechanism
+from .ops import attention
+from .ops.validation import check_visibility
+
+MAX_ERROR_RATIO = 2.0
+DIFFERENTIABLE = ("query", "key", "value", "alpha", "beta", "sink", "gate")
+VISIBILITIES = ("full", "causal", "window", "segments", "padding", "mask", "head_mask")
+LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the operator. `visibility` joins kinds with "+", as in "causal+window+padding"."""
+
+    mechanism: str = "affine"
+    visibility: str = "causal"
+    batch: int = 2
+    heads: int = 4
+    groups: int = 2
+    queries: int = 65
+    keys: int = 65
+    dim: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "plain"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mechanism}-{self.visibility}-B{self.batch}-H{self.heads}_{self.groups}-T{self.queries}_{self.keys}-"
+            f"D{self.dim}-{str(self.dtype).removeprefix('torch.')}-{self.layout}"
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a call by name (None where the mechanism has none), its visibility and a gradient for the output."""
+
+    tensors: dict[str, Tensor | None]
+    visible: dict[str, Any]
+    grad_out: Tensor = field(repr=False)
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers in another dtype."""
+        tensors = {name: None if x is None else x.detach().to(dtype) for name, x in self.tensors.items()}
+        return replace(self, tensors=tensors, grad_out=self.grad_out.to(dtype))
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that are there, detached and asking for a gradient, in the layout they have."""
+        return {name: x.detach().requires_grad_() for name, x in self.tensors.items() if x is not None}
+
+
+GRID: dict[str, tuple[Any, ...]] = {
+    "mechanism": tuple(PRESETS),
+    "visibility": (
+        "full", "causal", "window", "segments", "padding", "mask", "head_mask", "causal+window", "causal+segments",
+        "causal+padding", "causal+head_mask", "segments+padding", "causal+window+segments+padding",
+    ),
+    "heads_groups": ((4, 4), (4, 2), (4, 1)),
+    "length": (0, 1, 7, 63, 65, 129, 1000),
+    "dim": (16, 40, 64, 96, 128),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "layout": LAYOUTS,
+}  # fmt: skip
+
+
+def grid_cases(count: int = 0, seed: int = 0, device: str = "cpu") -> list[Case]:
+    """Cases of GRID in which every two values of different axes meet at least once, then random ones up to `count`."""
+    draw = random.Random(seed)
+    axes = list(GRID)
+    waiting = {((a, x), (b, y)) for i, a in enumerate(axes) for b in axes[i + 1 :] for x in GRID[a] for y in GRID[b]}
+    queue = sorted(waiting, key=str)
+    draw.shuffle(queue)
+    cases: list[Case] = []
+    while waiting or len(cases) < count:
+        point = {axis: draw.choice(values) for axis, values in GRID.items()}
+        # Put in pairs that are still missing, as many as fit together.
+        fixed: dict[str, Any] = {}
+        for pair in queue:
+            if pair in waiting and all(fixed.get(axis, value) == value for axis, value in pair):
+                fixed |= dict(pair)
+        point |= fixed
+        waiting -= {((a, point[a]), (b, point[b])) for i, a in enumerate(axes) for b in axes[i + 1 :]}
+        cases.append(_case_of(point, len(cases), device))
+    return cases
+
+
+def _case_of(point: dict[str, Any], seed: int, device: str) -> Case:
+    heads, groups = point["heads_groups"]
+    length = point["length"]
+    return Case(
+        point["mechanism"], point["visibility"], 1 if length > 500 else 2, heads, groups, length, length, point["dim"],
+        point["dtype"], point["layout"], device, seed,
+    )  # fmt: skip
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Random inputs of a case: alpha in [0, 1], a bias as large as the softmax part, sinks large and distinct."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shape_q = (case.batch, case.heads, case.queries, case.dim)
+    shape_k = (case.batch, case.groups, case.keys, case.dim)
+    mechanism = Mechanism.named(case.mechanism)
+    alpha = torch.rand(shape_q[:3], generator=generator, dtype=torch.float64)
+    beta = (0.5 - alpha) * normal(*shape_q[:3]).abs() / math.sqrt(max(case.keys, 1))
+    # A sink of zero hides a dropped sink in bf16; these range from almost nothing to almost everything.
+    sink = torch.linspace(-2.0, 5.0, case.heads, dtype=torch.float64) if mechanism.sink == "learned" else None
+    if mechanism.sink == "zero":
+        sink = torch.zeros(case.heads, dtype=torch.float64)
+    tensors: dict[str, Tensor | None] = {
+        "query": normal(*shape_q),
+        "key": normal(*shape_k),
+        "value": normal(*shape_k) + 0.2,
+        "alpha": alpha if mechanism.has_alpha else None,
+        "beta": beta if mechanism.bias else None,
+        "sink": sink,
+        "gate": torch.sigmoid(normal(*shape_q)) if mechanism.gate else None,
+    }
+    grad_out = normal(*shape_q)
+    visible = _make_visibility(case, generator)
+    cast = {name: None if x is None else x.to(case.dtype).to(case.device) for name, x in tensors.items()}
+    visible = {name: _to_device(x, case.device) for name, x in visible.items()}
+    inputs = Inputs(cast, visible, grad_out.to(case.dtype).to(case.device))
+    return _lay_out(inputs, case)
+
+
+def _to_device(x: Any, device: str) -> Any:
+    if isinstance(x, tuple):
+        return tuple(part.to(device) for part in x)
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def _make_visibility(case: Case, generator: torch.Generator) -> dict[str, Any]:
+    visible: dict[str, Any] = {}
+    batch, queries, keys = case.batch, case.queries, case.keys
+    for kind in case.visibility.split("+"):
+        if kind == "causal":
+            visible["is_causal"] = True
+        elif kind == "window":
+            visible["window"] = max(1, keys // 3)
+        elif kind == "segments":
+            # Documents of unequal length; the queries are the last T positions.
+            cuts = torch.rand((batch, max(queries, keys)), generator=generator) < 0.1
+            ids = cuts.long().cumsum(-1)
+            visible["segment_ids"] = (ids[:, ids.shape[1] - queries :], ids[:, ids.shape[1] - keys :])
+        elif kind == "padding":
+            lengths = torch.randint(0, keys + 1, (batch, 1), generator=generator)
+            visible["mask"] = torch.arange(keys)[None] >= lengths  # left padding, up to a row of nothing else
+        elif kind == "mask":
+            visible["mask"] = torch.rand((batch, 1, queries, keys), generator=generator) < 0.7
+        elif kind == "head_mask":
+            visible["mask"] = torch.rand((batch, case.heads, queries, keys), generator=generator) < 0.7
+        elif kind != "full":
+            raise ValueError(f"visibility must join kinds of {', '.join(VISIBILITIES)} with '+', got {kind!r}")
+    return visible
+
+
+def _lay_out(inputs: Inputs, case: Case) -> Inputs:
+    """The same numbers in memory layouts that callers really have."""
+    tensors, grad_out = dict(inputs.tensors), inputs.grad_out
+    query, key, value = (inputs.tensors[name] for name in ("query", "key", "value"))
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if case.layout == "transposed":  # [B, T, H, D] in memory
+        tensors |= {
+            name: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None and x.dim() == 4 else x
+            for name, x in tensors.items()
+        }
+        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+    elif case.layout == "fused_qkv":  # slices of one projection; needs T = S
+        fused = torch.cat([query, key, value], dim=1).transpose(1, 2).contiguous().transpose(1, 2)
+        parts = fused.split([query.shape[1], key.shape[1], value.shape[1]], dim=1)
+        tensors |= dict(zip(("query", "key", "value"), parts, strict=True))
+    elif case.layout == "strided":  # every second number of a larger tensor, the last dim too
+        tensors |= {
+            name: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+            for name, x in tensors.items()
+            if x is not None and x.dim() == 4
+        }
+    elif case.layout == "expanded":  # one key-value head seen as many, and a gradient like that of .sum()
+        tensors |= {"key": key[:, :1].expand_as(key), "value": value[:, :1].expand_as(value)}
+        grad_out = torch.ones((), dtype=grad_out.dtype, device=grad_out.device).expand_as(grad_out)
+    elif case.layout != "plain":
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {case.layout!r}")
+    return replace(inputs, tensors=tensors, grad_out=grad_out)
+
+
+def run(inputs: Inputs, impl: str = "auto") -> dict[str, Tensor]:
+    """The output ("out") and the gradient of every tensor that is there, by name."""
+    leaves = inputs.leaves()
+    rows = {name: leaves.get(name) for name in ("alpha", "beta", "sink", "gate")}
+    out = attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible, impl=impl)
+    return _with_gradients(out, leaves, inputs.grad_out)
+
+
+def run_oracle(inputs: Inputs) -> dict[str, Tensor]:
+    """`run` in fp64 through the reference: the truth."""
+    return run(inputs.to(torch.float64), impl="reference")
+
+
+def run_plain(inputs: Inputs) -> list[dict[str, Tensor]]:
+    """`run` through plain PyTorch in the dtype of the inputs, written in two ways: the yardsticks."""
+    results = []
+    for formula in (naive_attention, sdpa_attention):
+        leaves = inputs.leaves()
+        results.append(_with_gradients(formula(leaves, inputs.visible), leaves, inputs.grad_out))
+    return results
+
+
+def naive_attention(leaves: dict[str, Tensor], visible: dict[str, Any]) -> Tensor:
+    """[alpha softmax(Q K^T / sqrt(d)) + beta] V as the paper writes it: T x S weights in the inputs' dtype."""
+    query, key, value, seen = _plain_inputs(leaves, visible)
+    scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(~seen, -torch.inf)
+    if "sink" in leaves:
+        sink = leaves["sink"][:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores.masked_fill(~seen.any(-1, keepdim=True), 0), -1)
+    if "alpha" in leaves:
+        weights = leaves["alpha"][..., None] * weights
+    if "beta" in leaves:
+        weights = weights + leaves["beta"][..., None]
+    out = weights.masked_fill(~seen, 0) @ value
+    return leaves["gate"] * out if "gate" in leaves else out
+
+
+def sdpa_attention(leaves: dict[str, Tensor], visible: dict[str, Any]) -> Tensor:
+    """The same with PyTorch's attention for the softmax part; a sink is one more key of zeros with a bias."""
+    query, key, value, seen = _plain_inputs(leaves, visible)
+    batch, heads, queries, _ = query.shape
+    bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
+    bias = bias.expand(batch, heads, queries, key.shape[2])
+    softmax_key, softmax_value = key, value
+    if "sink" in leaves:
+        softmax_key, softmax_value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        sink = leaves["sink"].to(query.dtype)[None, :, None, None].expand(batch, heads, queries, 1)
+        bias = torch.cat([bias, sink], -1)
+    else:
+        bias = bias.masked_fill(~seen.any(-1, keepdim=True), 0)
+    if queries and softmax_key.shape[2]:
+        out = torch.nn.functional.scaled_dot_product_attention(query, softmax_key, softmax_value, attn_mask=bias)
+    else:
+        out = query * 0  # the kernel does not survive empty tensors
+    out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
+    if "alpha" in leaves:
+        out = leaves["alpha"][..., None] * out
+    if "beta" in leaves:
+        out = out + leaves["beta"][..., None] * (seen.to(query.dtype) @ value)
+    return leaves["gate"] * out if "gate" in leaves else out
+
+
+def _plain_inputs(leaves: dict[str, Tensor], visible: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query, key and value with heads repeated, and the dense mask."""
+    query, key, value = leaves["query"], leaves["key"], leaves["value"]
+    options = {"mask": None, "is_causal": False, "window": None, "segment_ids": None} | visible
+    seen = check_visibility(query, key, **options).dense()
+    repeats = query.shape[1] // key.shape[1]
+    return query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), seen
+
+
+def _with_gradients(out: Tensor, leaves: dict[str, Tensor], grad_out: Tensor) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(out, list(leaves.values()), grad_out, materialize_grads=True)
+    return {"out": out.detach(), **{f"grad_{name}": g for name, g in zip(leaves, grads, strict=True)}}
+
+
+def error_ratios(
+    result: dict[str, Tensor], plain: list[dict[str, Tensor]], oracle: dict[str, Tensor]
+) -> dict[str, float]:
+    """Error of each tensor against the oracle over that of plain PyTorch; at most MAX_ERROR_RATIO is right.
+
+    Where plain PyTorch happens to be exact (one key: a gradient of 0, no rounding) the unit is one unit in the last
+    place of the numbers that were added up, which are of order 1: an error below the dtype's resolution never counts.
+    """
+    return {
+        name: _distance(result[name], truth)
+        / max(*(_distance(each[name], truth) for each in plain), _resolution(truth, result[name].dtype))
+        for name, truth in oracle.items()
+        if truth.numel()
+    }
+
+
+def _distance(x: Tensor, truth: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.double() - truth))
+
+
+def _resolution(truth: Tensor, dtype: torch.dtype) -> float:
+    size = max(float(torch.linalg.vector_norm(truth)), math.sqrt(truth.numel()))
+    return size * torch.finfo(dtype).eps

@@ -1,0 +1,1 @@
+"""One script a subject; results go to benchmarks/results/."""

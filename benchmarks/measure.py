@@ -1,0 +1,66 @@
+"""Times and weighs functions: interleaved medians and peak memory, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_seconds(
+    functions: dict[str, Callable[[], object]], rounds: int = 7, device: str = "cpu"
+) -> dict[str, float]:
+    """Median time of each function. They take turns, so that a slow minute of the machine hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()  # warm-up: caches, compilation, allocators
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(_seconds(function, device))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _seconds(function: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / 1e3
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
+    """Bytes that a call has allocated at its peak, beyond what was there before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    handle, path = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    try:
+        profile.export_chrome_trace(path)
+        with open(path) as file:
+            events = json.load(file)["traceEvents"]
+    finally:
+        os.unlink(path)
+    held = peak = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak

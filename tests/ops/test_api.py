@@ -1,0 +1,62 @@
+"""Dispatch: what is asked for runs or raises, and `explain` says what would run."""
+
+from __future__ import annotations
+
+import torch
+
+import affine_attention
+from affine_attention import attention, attention_weights, count_visible_keys, explain
+from affine_attention.testing import Case, make_inputs
+
+
+def tensors(**changes):
+    inputs = make_inputs(Case("affine_gated", **changes))
+    return {name: x for name, x in inputs.tensors.items() if x is not None}, inputs.visible
+
+
+def test_auto_takes_composed_on_the_cpu_and_says_why():
+    given, visible = tensors()
+    choice = explain(**given, **visible)
+    assert choice.impl == "composed"
+    assert choice.kernels == ("cpu_flash",)
+    assert "cpu" in choice.reason
+    assert str(choice).startswith("composed on cpu_flash: ")
+    assert torch.equal(attention(**given, **visible), attention(**given, **visible, impl="composed"))
+
+
+def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
+    given, visible = tensors()
+    ran = []
+    for name in ("reference", "composed"):
+        real = getattr(affine_attention.ops.api, f"{name}_attention")
+        monkeypatch.setattr(
+            affine_attention.ops.api, f"{name}_attention", lambda *a, n=name, f=real, **k: ran.append(n) or f(*a, **k)
+        )
+    attention(**given, **visible, impl="reference")
+    attention(**given, **visible, impl="composed")
+    assert ran == ["reference", "composed"]
+    assert explain(**given, **visible, impl="reference").impl == "reference"
+    assert explain(**given, **visible, impl="composed").reason == "asked for by name"
+
+
+def test_explain_names_the_kernel_of_masked_tiles_too():
+    given, visible = tensors(visibility="causal+window")
+    assert explain(**given, **visible).kernels == ("cpu_flash",)
+    assert explain(**tensors(queries=0)[0]).kernels == ()
+
+
+def test_weights_take_the_same_visibility():
+    given, visible = tensors(visibility="causal+segments+padding")
+    weights = attention_weights(given["query"], given["key"], alpha=given["alpha"], beta=given["beta"], **visible)
+    assert weights.shape == (2, 4, 65, 65)
+    counts = count_visible_keys(given["query"], given["key"], **visible)
+    rowsum = given["alpha"] * (counts > 0) + counts * given["beta"]
+    torch.testing.assert_close(weights.sum(-1), rowsum)
+
+
+def test_importing_the_package_loads_neither_triton_nor_transformers():
+    import subprocess
+    import sys
+
+    code = "import sys, affine_attention; print([m for m in ('triton', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

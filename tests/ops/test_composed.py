@@ -1,0 +1,157 @@
+"""The composed implementation against the fp64 reference: forward and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from affine_attention import attention
+from affine_attention.testing import (
+    MAX_ERROR_RATIO,
+    Case,
+    error_ratios,
+    grid_cases,
+    make_inputs,
+    run,
+    run_oracle,
+    run_plain,
+)
+
+EXACT = 1e-10  # fp64 against fp64
+
+
+def check_accuracy(case: Case, impl: str = "composed") -> None:
+    inputs = make_inputs(case)
+    result = run(inputs, impl)
+    for name, x in result.items():
+        assert torch.isfinite(x).all(), f"{name} of {case}"
+    for name, ratio in error_ratios(result, run_plain(inputs), run_oracle(inputs)).items():
+        assert ratio <= MAX_ERROR_RATIO, f"{name} of {case}: error ratio {ratio:.2f}"
+
+
+@pytest.mark.parametrize("case", grid_cases(120), ids=str)
+def test_error_is_at_most_twice_that_of_plain_pytorch(case):
+    check_accuracy(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", grid_cases(1500, seed=1)[120:], ids=str)
+def test_error_is_at_most_twice_that_of_plain_pytorch_more_cases(case):
+    check_accuracy(case)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sink", "affine", "affine_gated"])
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (1, 9), (3, 300), (300, 3), (260, 515)])
+@pytest.mark.parametrize(
+    "visibility",
+    ["full", "causal", "causal+window", "window", "causal+segments", "causal+padding", "mask", "causal+head_mask"],
+)
+def test_fp64_equals_reference_where_lengths_differ(mechanism, queries, keys, visibility):
+    inputs = make_inputs(Case(mechanism, visibility, queries=queries, keys=keys, dtype=torch.float64))
+    result, truth = run(inputs, "composed"), run_oracle(inputs)
+    for name in truth:
+        torch.testing.assert_close(result[name], truth[name], rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_large_batches_are_handled_in_parts_with_the_same_result(monkeypatch):
+    inputs = make_inputs(Case("affine_gated", "causal+segments+padding", batch=5, dtype=torch.float64))
+    inputs.tensors["sink"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
+    whole = run(inputs, "composed")
+    monkeypatch.setattr("affine_attention.ops.composed.CHUNK_ELEMENTS", 4 * 65 * 16 * 2)
+    parts = run(inputs, "composed")
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("visibility", ["causal", "causal+window", "segments+padding", "mask"])
+def test_gradcheck(visibility):
+    inputs = make_inputs(Case("affine_gated", visibility, 1, 2, 1, 5, 7, 3, torch.float64))
+    inputs.tensors["sink"] = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    leaves = inputs.leaves()
+    names = list(leaves)
+
+    def call(*tensors):
+        given = dict(zip(names, tensors, strict=True))
+        rows = {name: given[name] for name in ("alpha", "beta", "sink", "gate")}
+        return attention(given["query"], given["key"], given["value"], **rows, **inputs.visible, impl="composed")
+
+    assert torch.autograd.gradcheck(call, tuple(leaves.values()))
+
+
+def test_only_the_gradients_that_are_asked_for():
+    inputs = make_inputs(Case("affine_gated", dtype=torch.float64))
+    truth = run_oracle(inputs)
+    leaves = inputs.leaves()
+    for name in leaves:
+        given = {n: x.detach().requires_grad_(n == name) for n, x in leaves.items()}
+        rows = {n: given[n] for n in ("alpha", "beta", "gate")}
+        out = attention(given["query"], given["key"], given["value"], **rows, **inputs.visible, impl="composed")
+        (grad,) = torch.autograd.grad(out, [given[name]], inputs.grad_out)
+        torch.testing.assert_close(grad, truth[f"grad_{name}"], rtol=EXACT, atol=EXACT)
+
+
+def test_second_derivative_is_refused_not_wrong():
+    inputs = make_inputs(Case("affine"))
+    leaves = inputs.leaves()
+    out = attention(leaves["query"], leaves["key"], leaves["value"], alpha=leaves["alpha"], beta=leaves["beta"])
+    (grad,) = torch.autograd.grad((out**2).sum(), [leaves["query"]], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("visibility", ["causal", "causal+window", "causal+segments+padding"])
+def test_compiles_into_one_graph(visibility):
+    inputs = make_inputs(Case("affine_gated", visibility))
+    leaves = inputs.leaves()
+
+    def call(leaves):
+        rows = {name: leaves[name] for name in ("alpha", "beta", "gate")}
+        return attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    eager, traced = call(leaves), compiled(leaves)
+    torch.testing.assert_close(eager, traced)
+    for a, b in zip(
+        torch.autograd.grad(eager, list(leaves.values()), inputs.grad_out),
+        torch.autograd.grad(traced, list(leaves.values()), inputs.grad_out),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_long_sums_do_not_drift():
+    """Sums of values in bf16 would be 75 % wrong at 128k tokens."""
+    length = 131072
+    value = torch.full((1, 1, length, 8), 1.0078125, dtype=torch.bfloat16)
+    key = torch.zeros_like(value)
+    query = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    beta = torch.full((1, 1, 1), 1 / length)
+    out = attention(query, key, value, alpha=torch.zeros(1, 1, 1), beta=beta, is_causal=True, impl="composed")
+    torch.testing.assert_close(out.float(), torch.full((1, 1, 1, 8), 1.0078125), rtol=4e-3, atol=0)
+
+
+def test_autocast_lowers_like_pytorchs_own_attention():
+    inputs = make_inputs(Case("affine", "causal"))
+    leaves = inputs.leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(
+            leaves["query"], leaves["key"], leaves["value"], alpha=leaves["alpha"], beta=leaves["beta"], is_causal=True
+        )
+    assert out.dtype == torch.bfloat16
+    low = {name: x.detach().bfloat16() if x.dim() == 4 else x.detach() for name, x in leaves.items()}
+    by_hand = attention(low["query"], low["key"], low["value"], alpha=low["alpha"], beta=low["beta"], is_causal=True)
+    assert torch.equal(out, by_hand)
+
+
+def test_no_quadratic_memory():
+    """A T x S tensor of booleans alone would be 256 MiB here; everything together must stay far below."""
+    from benchmarks.measure import peak_memory
+
+    for visibility in ("causal", "causal+window", "causal+segments", "causal+padding"):
+        case = Case("affine", visibility, 1, 1, 1, 16384, 16384, 16)
+        inputs = make_inputs(replace(case))
+        peak = peak_memory(lambda inputs=inputs: run(inputs, "composed"))
+        assert peak < 100 * 2**20, f"{visibility}: {peak / 2**20:.0f} MiB"

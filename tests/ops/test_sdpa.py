@@ -1,0 +1,61 @@
+"""Each PyTorch kernel: out, log-sum-exp and gradients, also for the pair of a larger softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from affine_attention.ops.sdpa import CPU_KERNELS, CUDA_KERNELS, PLAIN, choose_kernel
+
+KERNELS = [(kernel, "cpu") for kernel in (*CPU_KERNELS, PLAIN)] + [
+    pytest.param(kernel, "cuda", marks=pytest.mark.gpu) for kernel in (*CUDA_KERNELS, PLAIN)
+]
+
+
+@pytest.mark.parametrize(("kernel", "device"), KERNELS, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("sink", [None, 1.5])
+def test_forward_and_backward_equal_autograd(kernel, device, is_causal, has_bias, sink):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    dtype = torch.bfloat16 if device == "cuda" and kernel is not PLAIN else torch.float32
+    query, grad = (torch.randn(2, 4, 300, 16, device=device, dtype=dtype) for _ in range(2))
+    key, value = (torch.randn(2, 2, 300, 16, device=device, dtype=dtype) for _ in range(2))
+    if kernel.why_not(query, key, has_bias, is_causal) is not None:
+        pytest.skip("the kernel does not take this call")
+    seen = torch.rand(2, 1, 300, 300, device=device) < 0.5
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf) if has_bias else None
+
+    out, lse, kept = kernel.forward(query, key, value, bias, is_causal, 0.3)
+    if sink is not None:  # a larger softmax: out and lse with one more term in the denominator
+        larger = torch.logaddexp(lse, torch.tensor(sink, device=device))
+        out, lse = (out * torch.exp(lse - larger)[..., None]).to(dtype), larger
+    grads = kernel.backward(grad, query, key, value, out, lse.contiguous(), kept, bias, is_causal, 0.3)
+
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * 0.3
+    if has_bias:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(300, 300, dtype=torch.bool, device=device).tril(), -torch.inf)
+    total = scores.logsumexp(-1)
+    if sink is not None:
+        total = torch.logaddexp(total, torch.tensor(sink, device=device, dtype=torch.float64))
+    expected = torch.exp(scores - total[..., None]) @ leaves[2].repeat_interleave(2, 1)
+    tolerance = {"rtol": 0.02, "atol": 0.06} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    torch.testing.assert_close(lse.double(), total, rtol=1e-3, atol=1e-3)
+    for got, want in zip(grads, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        torch.testing.assert_close(got.double(), want, **tolerance)
+
+
+def test_the_choice_is_explained():
+    query = torch.randn(1, 2, 4, 8)
+    kernel, reason = choose_kernel(query, query, False, True)
+    assert kernel.name == "cpu_flash"
+    assert reason
+    assert CUDA_KERNELS[0].why_not(query, query, True, True) == "is used without a mask only"
+    assert "cpu tensors" in CPU_KERNELS[0].why_not(query.to("meta"), query.to("meta"), False, True)
+    assert choose_kernel(query.to("meta"), query.to("meta"), False, True)[0] is PLAIN

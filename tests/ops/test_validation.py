@@ -1,0 +1,91 @@
+"""Bad input is answered before any work, by an error that names the argument, the rule, the value and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from affine_attention import attention, attention_weights, explain
+from affine_attention.testing import Case, make_inputs
+
+GOOD = {name: x for name, x in make_inputs(Case("affine_gated")).tensors.items() if x is not None}
+GOOD["sink"] = torch.zeros(4)
+
+BAD = [
+    ({"query": "text"}, TypeError, "query must be a tensor [B, H, T, D], got str"),
+    ({"query": torch.ones(2, 4, 65)}, ValueError, "query must have 4 dimensions [B, H, T, D], got 3: [2, 4, 65]"),
+    ({"query": torch.ones(2, 4, 65, 16).int()}, TypeError, "query must be a floating-point tensor, got int32"),
+    (
+        {"query": torch.ones(2, 4, 65, 16, dtype=torch.float8_e4m3fn)},
+        TypeError,
+        "float64, float32, bfloat16 or float16",
+    ),
+    ({"key": torch.ones(3, 2, 65, 16)}, ValueError, "key must have shape [B, G, S, D] = [2, G, S, 16]"),
+    ({"key": torch.ones(2, 2, 65, 8)}, ValueError, "got [2, 2, 65, 8]"),
+    ({"key": torch.ones(2, 3, 65, 16), "value": torch.ones(2, 3, 65, 16)}, ValueError, "multiple of key heads"),
+    ({"key": torch.ones(2, 0, 65, 16), "value": torch.ones(2, 0, 65, 16)}, ValueError, "G = 0"),
+    ({"key": torch.ones(2, 2, 65, 16).double()}, TypeError, "dtype of query (float32), got float64"),
+    ({"value": torch.ones(2, 2, 64, 16)}, ValueError, "value must have the shape of key [2, 2, 65, 16]"),
+    ({"value": torch.ones(2, 2, 65, 16, device="meta")}, ValueError, "value must be on the device of query (cpu)"),
+    ({"alpha": torch.ones(2, 65, 4)}, ValueError, "alpha must have shape [B, H, T] = [2, 4, 65], got [2, 65, 4]"),
+    ({"beta": torch.ones(2, 4, 65).long()}, TypeError, "beta must be a floating-point tensor, got int64"),
+    ({"beta": torch.ones(2, 4, 65).half()}, TypeError, "beta must be float32, float64 or the dtype of query"),
+    ({"sink": torch.ones(2)}, ValueError, "sink must have shape [H] = [4], got [2]"),
+    ({"sink": 0.0}, TypeError, "sink must be a tensor [H], got float"),
+    ({"gate": torch.ones(2, 4, 65, 8)}, ValueError, "gate must have shape [B, H, T, D] = [2, 4, 65, 16]"),
+    ({"gate": torch.ones(2, 4, 65)}, ValueError, "gate must have 4 dimensions"),
+    ({"mask": torch.ones(2, 65)}, TypeError, "mask must be boolean"),
+    ({"mask": torch.ones(2, 64).bool()}, ValueError, "[B, S] = [2, 65] or [B, 1|H, T, S] = [2, 1|4, 65, 65]"),
+    ({"mask": torch.ones(65, 65).bool()}, ValueError, "got [65, 65]"),
+    ({"mask": [True]}, TypeError, "mask must be a boolean tensor"),
+    ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+    ({"window": 0}, ValueError, "window must be at least 1"),
+    ({"window": -3}, ValueError, "got -3"),
+    ({"window": 2.5}, TypeError, "window must be an int or None, got 2.5"),
+    ({"window": True}, TypeError, "window must be an int or None, got True"),
+    ({"segment_ids": torch.zeros(2, 65)}, TypeError, "segment_ids must be integers"),
+    ({"segment_ids": torch.zeros(2, 64).long()}, ValueError, "segment_ids must have shape [B, T] = [2, 65]"),
+    ({"segment_ids": "docs"}, TypeError, "segment_ids must be a tensor [B, T] or a pair"),
+    ({"segment_ids": (torch.zeros(2, 65).long(), None)}, TypeError, "segment_ids must hold tensors, got NoneType"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite, got nan"),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number or None"),
+    ({"impl": "compsed"}, ValueError, "did you mean 'composed'?"),
+    ({"impl": None}, ValueError, "impl must be one of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
+@pytest.mark.parametrize("function", [attention, explain])
+def test_bad_input_is_named(function, changes, error, words):
+    with pytest.raises(error) as caught:
+        function(**(GOOD | changes))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"), [b for b in BAD if set(b[0]) <= {"query", "alpha", "mask", "window"}]
+)
+def test_weights_check_the_same(changes, error, words):
+    given = {name: GOOD[name] for name in ("query", "key", "alpha", "beta", "sink")}
+    with pytest.raises(error) as caught:
+        attention_weights(**(given | changes))
+    assert words in str(caught.value)
+
+
+def test_one_tensor_of_segments_needs_equal_lengths():
+    query, key = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 5, 4)
+    with pytest.raises(ValueError, match=r"must be a pair \(\[B, T\], \[B, S\]\) when T != S"):
+        attention(query, key, key, segment_ids=torch.zeros(1, 3).long())
+
+
+def test_head_dim_has_an_upper_end():
+    x = torch.ones(1, 1, 2, 264)
+    with pytest.raises(ValueError, match="head dim D must be 1 to 256, got 264"):
+        attention(x, x, x)
+
+
+def test_rows_may_be_better_than_the_query():
+    x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
+    alpha = torch.rand(1, 2, 3)
+    out = attention(x, x, x, alpha=alpha, beta=alpha.double(), sink=torch.zeros(2), gate=torch.rand(1, 2, 3, 8))
+    assert out.dtype == torch.bfloat16
