@@ -1,0 +1,165 @@
+"""The per-layer module and the stand-alone layer: coefficients, cache, padding, packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from affine_attention import AttentionMechanism, KeyValueCache, Mechanism, SelfAttention, attention_weights
+from affine_attention.nn import PRESETS
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def make_layer(mechanism="affine", **options) -> SelfAttention:
+    torch.manual_seed(0)
+    layer = SelfAttention(32, 4, 2, mechanism, **options).double()
+    for name, parameter in layer.named_parameters():
+        if "mechanism" in name:
+            torch.nn.init.normal_(parameter, std=0.5)  # far from the start, where mechanisms differ little
+    return layer.eval()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_it_owns_the_parameters_that_the_table_says(name):
+    layer = AttentionMechanism(name, embed_dim=24, num_heads=6, head_dim=8)
+    assert sum(p.numel() for p in layer.parameters()) == PRESETS[name].extra_parameters(24, 6, 8)
+    hidden, query = torch.randn(2, 5, 24), torch.randn(2, 6, 5, 8)
+    given = layer.coefficients(hidden, query, query, is_causal=True)
+    has = [x is not None for x in given]
+    mechanism = PRESETS[name]
+    assert has == [mechanism.has_alpha, mechanism.bias, mechanism.sink is not None, mechanism.gate]
+    assert layer(hidden, query, query, query, is_causal=True).shape == query.shape
+
+
+@pytest.mark.parametrize(
+    ("bias_length", "expected"),
+    [(4, [4, 4, 4, 4, 5, 6]), (100, [100] * 6), ("visible", [1, 2, 3, 4, 5, 6]), ("keys", [6] * 6)],
+)
+def test_n_of_equation_8(bias_length, expected):
+    mechanism = Mechanism.named("affine", bias_length=bias_length, running_alpha_start=0.5)
+    layer = AttentionMechanism(mechanism, 8, 2, 4)
+    query = torch.randn(1, 2, 6, 4)
+    alpha, beta, _, _ = layer.coefficients(torch.randn(1, 6, 8), query, query, is_causal=True)
+    torch.testing.assert_close(beta, (0.5 - alpha) / torch.tensor(expected))
+
+
+def test_n_is_one_where_nothing_is_visible():
+    layer = AttentionMechanism(Mechanism.named("affine", bias_length="visible"), 8, 2, 4)
+    query = torch.randn(1, 2, 3, 4)
+    mask = torch.zeros(1, 3, dtype=torch.bool)
+    given = layer.coefficients(torch.randn(1, 3, 8), query, query, mask=mask, is_causal=True)
+    assert torch.isfinite(given.beta).all()
+
+
+def test_rows_sum_to_the_running_average_when_n_is_visible():
+    layer = AttentionMechanism(Mechanism.named("affine", bias_length="visible", running_alpha_start=0.3), 8, 2, 4)
+    query = torch.randn(1, 2, 9, 4)
+    alpha, beta, _, _ = layer.coefficients(torch.randn(1, 9, 8) * 50, query, query, is_causal=True)
+    weights = attention_weights(query, query, alpha=alpha, beta=beta, is_causal=True)
+    torch.testing.assert_close(weights.sum(-1), torch.full((1, 2, 9), 0.3))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("bias_length", [8, "visible"])
+def test_cached_steps_equal_one_forward(name, window, bias_length):
+    layer = make_layer(Mechanism.named(name, bias_length=bias_length, running_alpha_start=0.4), window=window)
+    hidden = torch.randn(2, 17, 32, dtype=torch.float64)
+    whole = layer(hidden)
+    cache = KeyValueCache()
+    steps = [layer(part, cache=cache) for part in hidden.split([6, 1, 4, 1, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, **CLOSE)
+    assert cache.length == 17
+
+
+def test_a_cache_can_be_cropped_and_reordered():
+    layer = make_layer()
+    hidden = torch.randn(3, 9, 32, dtype=torch.float64)
+    whole = layer(hidden)
+    cache = KeyValueCache()
+    layer(hidden[:, :8] + 1, cache=cache)
+    cache.crop(0)
+    layer(hidden[:, :8], cache=cache)
+    cache.crop(5)
+    layer(hidden[:, 5:8], cache=cache)
+    rows = torch.tensor([2, 0, 0])
+    cache.reorder(rows)
+    torch.testing.assert_close(layer(hidden[rows, 8:], cache=cache), whole[rows, 8:], **CLOSE)
+    with pytest.raises(ValueError, match="length must be 0 to 9, the cached tokens, got 12"):
+        cache.crop(12)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sink", "affine", "affine_gated"])
+def test_left_padding_in_a_batch_equals_each_row_alone(name):
+    layer = make_layer(Mechanism.named(name, running_alpha_start=0.4))
+    lengths = (7, 3, 1)
+    rows = [torch.randn(1, n, 32, dtype=torch.float64) for n in lengths]
+    batch = torch.cat([torch.nn.functional.pad(row, (0, 0, 7 - row.shape[1], 0), value=9.0) for row in rows])
+    mask = torch.arange(7)[None] >= torch.tensor([7 - n for n in lengths])[:, None]
+    out = layer(batch, mask=mask)
+    cache = KeyValueCache()
+    layer(batch[:, :5], mask=mask[:, :5], cache=cache)
+    stepped = layer(batch[:, 5:], mask=mask, cache=cache)
+    for index, row in enumerate(rows):
+        alone = layer(row)
+        torch.testing.assert_close(out[index, 7 - lengths[index] :], alone[0], **CLOSE)
+        last = min(2, lengths[index])
+        torch.testing.assert_close(stepped[index, 2 - last :], alone[0, -last:], **CLOSE)
+
+
+@pytest.mark.parametrize("bias_length", [4, "visible"])
+def test_packed_documents_equal_each_alone(bias_length):
+    layer = make_layer(Mechanism.named("affine_gated", bias_length=bias_length, running_alpha_start=0.4))
+    lengths = [4, 7, 1]
+    documents = [torch.randn(1, n, 32, dtype=torch.float64) for n in lengths]
+    ids = torch.repeat_interleave(torch.tensor([5, 2, 9]), torch.tensor(lengths))[None]
+    packed = layer(torch.cat(documents, 1), segment_ids=ids)
+    for part, document in zip(packed.split(lengths, 1), documents, strict=True):
+        torch.testing.assert_close(part, layer(document), **CLOSE)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_state_dict_round_trip(name):
+    layer = make_layer(name)
+    twin = SelfAttention(32, 4, 2, name).double()
+    twin.load_state_dict(layer.state_dict())
+    hidden = torch.randn(1, 6, 32, dtype=torch.float64)
+    assert torch.equal(twin.eval()(hidden), layer(hidden))
+
+
+def test_one_training_step_moves_every_parameter():
+    layer = make_layer(Mechanism.named("affine_gated", sink="learned"))
+    layer.train()
+    layer(torch.randn(2, 6, 32, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SelfAttention(32, 4, 3), "num_heads must be a multiple of num_kv_heads"),
+        (lambda: SelfAttention(30, 4), "embed_dim must be a multiple of num_heads"),
+        (lambda: SelfAttention(12, 4), "head_dim must be even for rotary positions, got 3"),
+        (lambda: SelfAttention(32, 4, mechanism="afine"), "did you mean 'affine'?"),
+        (lambda: AttentionMechanism("affine", 0, 4, 8), "embed_dim must be an integer of at least 1, got 0"),
+        (lambda: make_layer()(torch.zeros(1, 4, 32).double(), mask=torch.ones(1, 3).bool()), "(0 cached and 4 new"),
+        (
+            lambda: make_layer(Mechanism.named("affine", bias_length="keys"))(
+                torch.zeros(1, 4, 32).double(), cache=KeyValueCache()
+            ),
+            'bias_length="keys" cannot generate',
+        ),
+        (
+            lambda: make_layer()(
+                torch.zeros(1, 4, 32).double(), cache=KeyValueCache(), segment_ids=torch.zeros(1, 4).long()
+            ),
+            "segment_ids cannot be used with a cache",
+        ),
+    ],
+)
+def test_wrong_calls_are_named(make, words):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert words in str(caught.value)

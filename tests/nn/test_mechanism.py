@@ -1,0 +1,90 @@
+"""Presets, settings, JSON, parameter counts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from affine_attention import Mechanism
+from affine_attention.nn.mechanism import PRESETS, as_mechanism
+
+# width, layers, query heads, head dim of the three students (their published configurations)
+QWEN_0_5B = (1024, 24, 16, 64)
+LLAMA_1B = (2048, 16, 32, 64)
+LLAMA_3B = (3072, 28, 24, 128)
+
+
+def test_the_eight_presets_are_the_table_of_the_paper_and_its_controls():
+    table = {name: (m.activation, m.bias, m.sink, m.gate) for name, m in PRESETS.items()}
+    assert table == {
+        "softmax": (None, False, None, False),
+        "off_by_one": (None, False, "zero", False),
+        "sink": (None, False, "learned", False),
+        "gated": (None, False, None, True),
+        "affine": ("linear_clipping", True, None, False),
+        "affine_gated": ("linear_clipping", True, None, True),
+        "head_gated": ("sigmoid", False, None, False),
+        "affine_no_bias": ("linear_clipping", False, None, False),
+    }
+    affine = Mechanism.named("affine")
+    assert (affine.bias_length, affine.momentum, affine.running_alpha_start, affine.init_std) == (2048, 0.9, 0.0, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "mechanism", "millions"),
+    [
+        (QWEN_0_5B, "affine", 0.393),
+        (LLAMA_1B, "affine", 1.049),
+        (LLAMA_3B, "affine", 2.064),
+        (LLAMA_1B, "gated", 67.109),
+        (LLAMA_3B, "gated", 264.241),
+        (LLAMA_1B, "affine_gated", 68.157),
+        (LLAMA_3B, "affine_gated", 266.306),
+        (LLAMA_1B, "head_gated", 1.049),
+        (LLAMA_1B, "softmax", 0.0),
+    ],
+)
+def test_extra_parameters_are_those_of_the_paper(model, mechanism, millions):
+    width, layers, heads, dim = model
+    assert round(layers * Mechanism.named(mechanism).extra_parameters(width, heads, dim) / 1e6, 3) == millions
+
+
+def test_the_sink_adds_one_parameter_a_head():
+    assert Mechanism.named("sink").extra_parameters(2048, 32, 64) == 32
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_round_trip(name):
+    mechanism = Mechanism.named(name, momentum=0.95, bias_length="visible")
+    assert Mechanism.from_json(mechanism.to_json()) == mechanism
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Mechanism.named("afine"), ValueError, "did you mean 'affine'?"),
+        (lambda: Mechanism.named("affine", momentun=0.5), ValueError, "did you mean 'momentum'?"),
+        (lambda: Mechanism.named("softmax", bias=True), ValueError, "bias=True needs an alpha"),
+        (lambda: Mechanism.named("affine", activation="sigmoyd"), ValueError, "did you mean 'sigmoid'?"),
+        (lambda: Mechanism.named("affine", sink="on"), ValueError, "sink must be None or one of 'zero', 'learned'"),
+        (lambda: Mechanism.named("affine", gate=1), TypeError, "gate must be True or False, got 1"),
+        (lambda: Mechanism.named("affine", bias_length=0), ValueError, "bias_length must be an integer of at least 1"),
+        (lambda: Mechanism.named("affine", bias_length="all"), ValueError, '"visible" or "keys", got \'all\''),
+        (lambda: Mechanism.named("affine", bias_length=2.5), TypeError, "got 2.5"),
+        (lambda: Mechanism.named("affine", bias_length=True), TypeError, "got True"),
+        (lambda: Mechanism.named("affine", momentum=math.nan), ValueError, "finite number from 0 to 1, got nan"),
+        (lambda: Mechanism.named("affine", momentum=1.5), ValueError, "momentum must be"),
+        (lambda: Mechanism.named("affine", momentum="0.9"), TypeError, "momentum must be a number"),
+        (lambda: Mechanism.named("affine", init_std=-1.0), ValueError, "init_std must be"),
+        (lambda: Mechanism.named("sink", sink_start=-math.inf), ValueError, "sink_start must be"),
+        (lambda: Mechanism(name=""), ValueError, "name must be a non-empty string"),
+        (lambda: Mechanism.from_dict({"name": "x", "alpha": 1}), ValueError, "has no setting 'alpha'"),
+        (lambda: Mechanism.from_dict([1]), TypeError, "dict of settings, got list"),
+        (lambda: as_mechanism(3), TypeError, "Mechanism or the name of a preset, got int"),
+    ],
+)
+def test_bad_settings_are_named(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
