@@ -1,0 +1,39 @@
+# `make study` and `make test` set everything up on a fresh machine with Python 3.11 or newer, pip and make.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: study test test-all lint accuracy benchmark wheel clean
+
+study: $(READY)
+	$(RUN) -m examples.compare_mechanisms
+
+test: lint
+	$(RUN) -m pytest
+
+test-all: lint
+	$(RUN) -m pytest -m "slow or not slow"
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+accuracy: $(READY)
+	$(RUN) -m benchmarks.accuracy
+
+benchmark: $(READY)
+	$(RUN) -m benchmarks.attention
+
+wheel: $(READY)
+	$(RUN) -m build --wheel --no-isolation
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
