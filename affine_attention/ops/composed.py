@@ -156,7 +156,8 @@ def _gradients(
             grads["alpha"] = alpha_grad.to(alpha.dtype)
         if sink is not None:
             delta = alpha_grad if alpha is None else alpha_grad * alpha.to(rows)
-            grads["sink"] = -(torch.exp(sink.to(rows)[:, None] - lse) * delta).sum((0, 2)).to(sink.dtype)
+            sink_weight = torch.exp(sink.to(rows)[:, None] - lse)
+            grads["sink"] = -(sink_weight * delta).sum((0, 2), dtype=sum_dtype(rows)).to(sink.dtype)
     if beta is not None and need.beta:
         sums = _value_sums(value, visibility)  # made again: cheaper than keeping it
         grads["beta"] = _row_dot(_split_heads(inner, sums.shape[1]), sums[:, :, None]).flatten(1, 2).to(beta.dtype)

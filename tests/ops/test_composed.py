@@ -16,19 +16,14 @@ from affine_attention.testing import (
     make_inputs,
     run,
     run_oracle,
-    run_plain,
 )
 
 EXACT = 1e-10  # fp64 against fp64
 
 
 def check_accuracy(case: Case, impl: str = "composed") -> None:
-    inputs = make_inputs(case)
-    result = run(inputs, impl)
-    for name, x in result.items():
-        assert torch.isfinite(x).all(), f"{name} of {case}"
-    for name, ratio in error_ratios(result, run_plain(inputs), run_oracle(inputs)).items():
-        assert ratio <= MAX_ERROR_RATIO, f"{name} of {case}: error ratio {ratio:.2f}"
+    for name, ratio in error_ratios(case, impl).items():
+        assert ratio <= MAX_ERROR_RATIO, f"{name} of {case}: error ratio {ratio:.2f}"  # NaN fails too
 
 
 @pytest.mark.parametrize("case", grid_cases(120), ids=str)
