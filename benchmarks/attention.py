@@ -1,0 +1,230 @@
+"""Prints what the mechanisms cost beside plain attention, on this machine's CPU or GPU.
+
+    make benchmark                                    # GPU if there is one, else CPU
+    python -m benchmarks.attention --device cpu --rounds 9
+
+Every column is a function of the same inputs in the same run, taken in turns; times are medians and ratios are to the
+fastest plain SDPA backend. Plain attention means `F.scaled_dot_product_attention` with the same grouped heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from affine_attention import Mechanism, attention, explain
+from affine_attention.testing import naive_attention
+
+from .measure import median_seconds, peak_memory
+from .results_file import table, write
+
+MECHANISMS = ("affine", "affine_gated", "sink")
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    batch: int
+    heads: int
+    groups: int
+    length: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: B{self.batch} H{self.heads}/{self.groups} T{self.length} D{self.dim}"
+
+    @property
+    def flops(self) -> float:
+        """Of a causal forward; forward and backward together are 3.5 times that."""
+        return 2.0 * self.batch * self.heads * self.length**2 * self.dim
+
+
+CPU_SHAPES = (Shape("cpu-2k", 2, 16, 4, 2048, 64), Shape("cpu-16k", 1, 2, 1, 16384, 64))
+CUDA_SHAPES = (
+    Shape("qwen0.5b-2k", 16, 16, 16, 2048, 64),
+    Shape("llama1b-2k", 8, 32, 8, 2048, 64),
+    Shape("llama3b-2k", 8, 24, 8, 2048, 128),
+    Shape("llama1b-8k", 2, 32, 8, 8192, 64),
+    Shape("llama3b-8k", 2, 24, 8, 8192, 128),
+    Shape("llama3b-32k", 1, 24, 8, 32768, 128),
+)
+PLAIN_BACKENDS = {
+    "cpu": {"sdpa": SDPBackend.FLASH_ATTENTION},
+    "cuda": {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION},
+}
+NAIVE_LIMIT = {"cpu": 4e9, "cuda": 6e10}  # bytes of T x S weights beyond which the paper's formula is not run
+
+
+class Bench:
+    """The inputs of one shape and the functions that are compared on it."""
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
+        self.shape, self.device, self.dtype = shape, device, dtype
+        torch.manual_seed(0)
+        like = {"device": device, "dtype": dtype}
+        rows = (shape.batch, shape.heads, shape.length)
+        alpha = torch.rand(rows, device=device)
+        self.tensors = {
+            "query": torch.randn(*rows, shape.dim, **like),
+            "key": torch.randn(shape.batch, shape.groups, shape.length, shape.dim, **like),
+            "value": torch.randn(shape.batch, shape.groups, shape.length, shape.dim, **like),
+            "alpha": alpha,
+            "beta": (0.5 - alpha) / shape.length,
+            "sink": torch.randn(shape.heads, device=device),
+            "gate": torch.rand(*rows, shape.dim, **like),
+        }
+        for x in self.tensors.values():
+            x.requires_grad_()
+        self.grad_out = torch.randn(*rows, shape.dim, **like)
+
+    def of(self, mechanism: str) -> dict[str, Tensor]:
+        """The tensors that a mechanism has."""
+        chosen = Mechanism.named(mechanism)
+        has = {"alpha": chosen.has_alpha, "beta": chosen.bias, "sink": chosen.sink is not None, "gate": chosen.gate}
+        return {name: x for name, x in self.tensors.items() if has.get(name, True)}
+
+    def plain(self, backend: SDPBackend) -> Callable[[], Tensor]:
+        given = self.of("softmax")
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*given.values(), is_causal=True, enable_gqa=True)
+
+        return call
+
+    def ours(self, mechanism: str, impl: str = "auto") -> Callable[[], Tensor]:
+        given = self.of(mechanism)
+        return lambda: attention(**given, is_causal=True, impl=impl)
+
+    def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
+        """The paper's formula as written, with its T x S weights; None where they would not fit."""
+        shape, item = self.shape, self.tensors["query"].element_size()
+        if shape.batch * shape.heads * shape.length**2 * item > NAIVE_LIMIT[self.device]:
+            return None
+        given = {name: x.to(self.dtype) if x.dim() == 3 else x for name, x in self.of(mechanism).items()}
+        return lambda: naive_attention(given, {"is_causal": True})
+
+    def rivals(self) -> dict[str, Callable[[], Tensor]]:
+        """Other ways to compute affine attention on a GPU with what PyTorch has, compiled."""
+        if self.device != "cuda":
+            return {}
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        given = self.of("affine")
+        query, key, value, alpha, beta = (given[name] for name in ("query", "key", "value", "alpha", "beta"))
+        repeats = self.shape.heads // self.shape.groups
+
+        def shift(out: Tensor, value: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+            sums = value.float().cumsum(2).repeat_interleave(repeats, 1)
+            return (alpha[..., None] * out + beta[..., None] * sums).to(out.dtype)
+
+        def composed(query, key, value, alpha, beta):
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return shift(out, value, alpha, beta)
+
+        length = self.shape.length
+        causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cuda")
+
+        def flex(query, key, value, alpha, beta):
+            out = flex_attention(query, key, value, block_mask=causal, enable_gqa=True)
+            return shift(out, value, alpha, beta)
+
+        compiled, compiled_flex = torch.compile(composed), torch.compile(flex)
+
+        def run_composed() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return compiled(query, key, value, alpha, beta)
+
+        return {
+            "affine, compiled composition": run_composed,
+            "affine, FlexAttention": lambda: compiled_flex(query, key, value, alpha, beta),
+        }
+
+    def with_backward(self, forward: Callable[[], Tensor]) -> Callable[[], object]:
+        leaves = list(self.tensors.values())
+        return lambda: torch.autograd.grad(forward(), leaves, self.grad_out, allow_unused=True)
+
+
+def measure(shape: Shape, device: str, dtype: torch.dtype, rounds: int, with_rivals: bool) -> list[list[str]]:
+    """Rows of the table for one shape."""
+    bench = Bench(shape, device, dtype)
+    functions = {name: bench.plain(backend) for name, backend in PLAIN_BACKENDS[device].items()}
+    plain_names = list(functions)
+    functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
+    if with_rivals:
+        functions |= bench.rivals()
+    naive = bench.naive("affine")
+    if naive is not None:
+        functions["affine, the paper's formula"] = naive
+
+    def without_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            with torch.no_grad():
+                return function()
+
+        return call
+
+    forward = median_seconds({n: without_graph(f) for n, f in functions.items()}, rounds, device)
+    both = {n: bench.with_backward(f) for n, f in functions.items()}
+    backward = median_seconds(both, rounds, device)
+    memory = {n: peak_memory(f, device) for n, f in both.items()}
+    best_forward = min(forward[n] for n in plain_names)
+    best_backward = min(backward[n] for n in plain_names)
+    least_memory = min(memory[n] for n in plain_names)
+
+    rows = []
+    for name in functions:
+        ran = str(explain(**bench.of(name), is_causal=True)).split(":")[0] if name in MECHANISMS else ""
+        rows.append(
+            [
+                str(shape) if not rows else "",
+                name,
+                f"{forward[name] * 1e3:.3f}",
+                f"{shape.flops / forward[name] / 1e12:.3g}",
+                f"{forward[name] / best_forward:.3f}",
+                f"{backward[name] * 1e3:.3f}",
+                f"{3.5 * shape.flops / backward[name] / 1e12:.3g}",
+                f"{backward[name] / best_backward:.3f}",
+                f"{memory[name] / 2**20:.0f}",
+                f"{memory[name] / least_memory:.2f}",
+                ran,
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=None, help="turns that each function takes (CPU 5, GPU 60)")
+    parser.add_argument("--shapes", nargs="*", default=None, metavar="NAME", help="only these shapes")
+    parser.add_argument("--no-rivals", action="store_true", help="leave out the compiled rivals (they take minutes)")
+    options = parser.parse_args()
+    shapes = CPU_SHAPES if options.device == "cpu" else CUDA_SHAPES
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    rounds = options.rounds or (5 if options.device == "cpu" else 60)
+    rows = []
+    for shape in shapes:
+        if options.shapes is None or shape.name in options.shapes:
+            rows += measure(shape, options.device, dtype, rounds, not options.no_rivals)
+            print("\n".join(" | ".join(row) for row in rows[-12:]), flush=True)
+    columns = ["shape", "function", "fwd ms", "TFLOP/s", "x plain", "fwd+bwd ms", "TFLOP/s", "x plain",
+               "peak MiB", "x plain", "ran on"]  # fmt: skip
+    lines = [
+        f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} turns. TFLOP/s counts 2 B H T² D for a "
+        "forward and 3.5 times that with the backward. Peak memory is that of forward and backward beyond the inputs. "
+        "Ratios are to the best plain SDPA backend of the same run.",
+        "",
+        *table(columns, rows),
+    ]
+    write("attention", options.device, "Attention: time and memory beside plain SDPA", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The prose is true: the tree in the README is the real one, imports go one way, each source file has its test."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import affine_attention
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "affine_attention"
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+ROOMS = ("ops", "nn", "hf", "lab", "recipes", "cli")  # imports go from right to left
+
+
+def room_of(path: Path) -> str:
+    part = path.relative_to(PACKAGE).parts[0]
+    return part.removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms of this package that a file imports, at any depth of the file."""
+    package = path.relative_to(ROOT).parent.parts
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "affine_attention" and len(parts) > 1:
+                rooms.add(parts[1])
+    return rooms
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    room = room_of(path)
+    if room not in ROOMS:
+        return
+    allowed = {*ROOMS[: ROOMS.index(room) + 1], "version"}
+    assert imported_rooms(path) & set(ROOMS) <= allowed
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_source_file_says_what_it_does(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def has_test(path: Path) -> bool:
+    folder = ROOT / "tests" / path.relative_to(PACKAGE).parent
+    return any(folder.glob(f"test_{path.stem.split('_')[0]}*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_source_file_has_its_test_file(path):
+    if path.name in ("__init__.py", "version.py") or "fused" in path.parts:
+        return  # the fused kernels are tested together, through the operations that they serve
+    assert has_test(path), f"no tests/.../test_{path.stem}.py"
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"```text\n(affine_attention/.*?)```", readme, re.DOTALL)
+    assert block, "the README shows the tree in a ```text block that starts with affine_attention/"
+    folders = [""]
+    named = set()
+    for line in block.group(1).splitlines():
+        found = re.match(r"( *)(\S+)", line)
+        if not found:
+            continue
+        depth, name = len(found.group(1)) // 2, found.group(2)
+        folders = [*folders[: depth + 1], folders[depth] + name] if name.endswith("/") else folders[: depth + 1]
+        named.add(folders[depth] + name)
+    for name in named:
+        assert (ROOT / name).exists(), f"the README names {name}, which is not there"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    shown = {name for name in named if name.endswith("/")}
+    for file in tracked:
+        if file.startswith("affine_attention/") and file.endswith(".py") and not file.endswith("__init__.py"):
+            parent = file.rsplit("/", 1)[0] + "/"
+            if f"{parent}__all__" in shown or not any(n.startswith(parent) and n != parent for n in named):
+                continue  # a folder that is shown as one line
+            assert file in named, f"the README's tree does not name {file}"
+
+
+def test_public_names_exist_and_are_documented():
+    docs = (ROOT / "README.md").read_text()
+    for name in affine_attention.__all__:
+        assert hasattr(affine_attention, name)
+        if not name.startswith("__"):
+            assert f"`{name}" in docs, f"the README does not name {name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["affine_attention.ops.api", "affine_attention.nn.mechanism", "affine_attention.nn.attention"]
+)
+def test_examples_in_docstrings_run(name):
+    module = importlib.import_module(name)
+    import torch
+
+    results = doctest.testmod(module, extraglobs={"torch": torch})
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_python_blocks_of_the_readme_run():
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+def test_links_in_the_docs_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_what_is_tested_is_pinned_and_what_is_required_stays_open():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == ["torch>=2.11"]
+    pins = (ROOT / "constraints.txt").read_text()
+    assert "torch==2.13.0" in pins
+    for requirement in project["optional-dependencies"]["dev"]:
+        assert re.match(r"[a-z-]+", requirement).group(0) + "==" in pins, requirement
+
+
+def test_the_changelog_knows_the_version():
+    assert f"## {affine_attention.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_machine_paths_in_tracked_files():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    home = re.compile(r"/(home|root|Users)/\w+|/work/main")
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".txt") and path.name != "test_house.py" and "data" not in path.parts:
+            assert not home.search(path.read_text()), name
