@@ -1,0 +1,359 @@
+"""The whole equation at the price of cuDNN's plain attention: cuDNN between a fused prologue and a fused epilogue.
+
+Forward: sums of V (two small kernels, with `beta` only), cuDNN, one pass over its output (F6, F7 of cudnn_kernels.py).
+Backward: one pass over dOut and O (B1 to B5), cuDNN's backward, one pass over dV (B6). cuDNN's backward takes `out` and
+`logsumexp` as inputs, so the sink-corrected pair gives exact gradients. Kept for backward: query, key, value, O, lse,
+the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is registered with torch.library, so
+that compiled graphs hold it in one piece.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..sdpa import CpuFlash, CudnnAttention
+from ..visibility import Visibility
+from .cudnn_kernels import add_later_kernel, block_sums_kernel, epilogue_kernel, prologue_kernel, scan_kernel
+
+aten = torch.ops.aten
+NO_STRIDES = (0, 0, 0)
+CUDNN = CudnnAttention("cudnn")
+# The interpreter has no CUDA: there the CPU kernel stands in cuDNN's place, so that the whole route can be tested.
+STAND_IN = CpuFlash("cpu_flash")
+
+# Measured on an H200. The passes are bound by memory: small tiles and few warps leave room for many programs at once,
+# and each thread has several 16-byte loads under way.
+TILE = 2048  # elements
+ELEMENTS, SUM_ELEMENTS = 32, 64  # of a tile, to a thread; the block sums keep no tile in registers
+MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
+
+
+def why_not(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    visibility: Visibility,
+) -> str | None:
+    """The reason why cuDNN's route cannot serve the call, None when it can."""
+    if query.device.type != "cuda":
+        return f"needs a CUDA GPU, got {query.device.type} tensors"
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"cuDNN takes bfloat16 and float16, got query of {query.dtype}"
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"query, key and value must share one dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+    if query.shape[-1] % 8:
+        return f"cuDNN takes head dims that are multiples of 8, got {query.shape[-1]}"
+    if 0 in query.shape or 0 in key.shape:
+        return f"needs at least one query and one key, got T = {query.shape[2]} and S = {key.shape[2]}"
+    if query.shape[2] == key.shape[2] == 1:
+        return "cuDNN does not take one query with one key"
+    if not visibility.has_ranges_only:
+        return "serves plain causal and full attention only, got segment ids or a mask"
+    if visibility.window is not None:
+        return f"serves plain causal and full attention only, got window = {visibility.window}"
+    if visibility.is_causal and visibility.offset != 0:
+        return (
+            "causal attention needs as many queries as keys, "
+            f"got T = {visibility.num_queries} and S = {visibility.num_keys}"
+        )
+    if query.shape[1] % key.shape[1]:
+        return f"query heads must be a multiple of key-value heads, got H = {query.shape[1]} and G = {key.shape[1]}"
+    return CUDNN.why_not(_like_packed(query), _like_packed(key), False, visibility.is_causal)
+
+
+def cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    visibility: Visibility,
+    softmax_scale: float,
+    nonnegative_alpha: bool = False,
+) -> Tensor:
+    """F1 to F7 for the calls that `why_not` lets pass: [B, H, T, D] in the dtype of query, differentiable once.
+
+    `nonnegative_alpha` is the caller's word that alpha >= 0 (sigmoid and linear clipping give that). Without a gate,
+    the backward then needs no tensor of its own for alpha * dOut (B5); a negative alpha makes its gradients NaN.
+    """
+    query, key, value = (_packed_rows(x) for x in (query, key, value))
+    gate = None if gate is None else _packed_rows(gate)
+    args = (query, key, value, alpha, beta, sink, gate, visibility.is_causal, softmax_scale, nonnegative_alpha)
+    if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter):
+        return _forward_op(*args)[0]
+    # The same functions without the registered op around them: at T = 2048 its host time shows.
+    return _Eager.apply(*args)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    nonnegative_alpha: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, O, lse, table of sums); O is empty where out itself is O, the table without beta."""
+    num_queries, dim = query.shape[2:]
+    heads, groups, block = query.shape[1], key.shape[1], _block(dim)
+    core, lse = _attend(query, key, value, is_causal, softmax_scale)
+    if alpha is None and beta is None and sink is None and gate is None:
+        return core, core.new_empty(0), lse, lse.new_empty(0)
+    table = lse.new_empty(0) if beta is None else _sum_table(value)
+    out = core if alpha is None and beta is None and gate is None else torch.empty_like(core)
+    # The heads of a group share their sum of V; without beta there is none to share.
+    together = 1 if beta is None else heads // groups
+    blocks = triton.cdiv(num_queries, block)
+    epilogue_kernel[(query.shape[0] * heads // together * blocks,)](
+        core, lse, None if out is core else out, value, table, alpha, beta, sink, gate,
+        *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3], *_strides(alpha), *_strides(beta), *_strides(gate),
+        num_queries, blocks, triton.cdiv(key.shape[2], block), heads, heads // groups,
+        together, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+    )  # fmt: skip
+    return out, core.new_empty(0) if out is core else core, lse, table
+
+
+def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha):
+    core, lse = _attend(query, key, value, is_causal, softmax_scale)
+    table = lse.new_empty(0 if beta is None else _table_shape(value))
+    if alpha is None and beta is None and gate is None:
+        return core, core.new_empty(0), lse, table
+    return torch.empty_like(core), core, lse, table
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+    nonnegative_alpha: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value, alpha, beta, sink and gate; an absent input's is empty.
+
+    lse holds the sink already: `sink` is given only where its own gradient is wanted.
+    """
+    batch, heads, num_queries, dim = query.shape
+    groups, num_keys = key.shape[1:3]
+    repeats, block = heads // groups, _block(dim)
+    blocks, key_blocks = triton.cdiv(num_queries, block), triton.cdiv(num_keys, block)
+    grad_out = _packed_rows(grad_out)
+
+    # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
+    by_lse = nonnegative_alpha and gate is None and grad_out.stride() == core.stride()
+    same = alpha is None and gate is None and grad_out.stride() == core.stride()
+    grad_core = None if by_lse or same else torch.empty_like(core)
+    grad_lse = torch.empty_like(lse) if by_lse and alpha is not None else None
+
+    grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
+    if any(x is not None for x in (alpha, beta, sink, grad_core)):
+        parts = None if sink is None else lse.new_empty(batch, heads, blocks)
+        weighted = weighted_table = None
+        if beta is not None:
+            weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
+            if is_causal and repeats > 1:
+                # bf16 has the range of fp32; fp16 would lose small beta * E altogether.
+                dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+                weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
+        prologue_kernel[(batch * groups * blocks,)](
+            grad_out, core, lse, value, table, alpha, beta, sink, gate,
+            grad_core, grad_lse, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
+            None if gate is None else grad_gate, parts, weighted, weighted_table,
+            *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
+            *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
+            num_queries, blocks, key_blocks, heads,
+            repeats, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+        )  # fmt: skip
+        if sink is not None:
+            grad_sink = parts.sum((0, 2)).to(sink.dtype)
+
+    grad_query, grad_key, grad_value = _attend_backward(
+        grad_out if grad_core is None else grad_core,
+        query, key, value, core, lse if grad_lse is None else grad_lse, is_causal, softmax_scale,
+    )  # fmt: skip
+    if beta is not None:
+        _scan(weighted_table)
+        direct = weighted is None
+        source = grad_out if direct else weighted
+        gated = gate if direct else None
+        add_later_kernel[(batch * groups * key_blocks,)](
+            grad_value, source, beta if direct else None, gated, weighted_table,
+            *grad_value.stride()[:3], *source.stride()[:3], *_strides(beta), *_strides(gated),
+            num_keys, key_blocks, blocks, groups,
+            is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+        )  # fmt: skip
+    return grad_query, grad_key, grad_value, grad_alpha, grad_beta, grad_sink, grad_gate
+
+
+def _fake_backward(
+    grad_out, query, key, value, core, lse, table, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha
+):  # fmt: skip
+    grads = _attend_backward(torch.empty_like(core), query, key, value, core, lse, is_causal, softmax_scale)
+    return (*grads, *_row_gradients(query, alpha, beta, sink, gate))
+
+
+def _setup_context(ctx, inputs, output):
+    query, key, value, alpha, beta, sink, gate, ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha = inputs
+    out, core, lse, table = output
+    ctx.set_materialize_grads(False)
+    plain = alpha is None and beta is None and gate is None
+    ctx.save_for_backward(query, key, value, out if plain else core, lse, table, alpha, beta, sink, gate)
+
+
+def _input_grads(backward, ctx, grad_out):
+    needs = ctx.needs_input_grad
+    if grad_out is None:
+        return (None,) * len(needs)
+    query, key, value, core, lse, table, alpha, beta, sink, gate = ctx.saved_tensors
+    grads = backward(
+        grad_out, query, key, value, core, lse, table, alpha, beta, sink if needs[5] else None, gate,
+        ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha,
+    )  # fmt: skip
+    return (*(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), None, None, None)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        return _input_grads(_backward, ctx, grad_out)
+
+
+def _compiled_backward(ctx, grad_out, *grads_of_kept):
+    assert all(grad is None for grad in grads_of_kept), "O, lse and the table are kept for the backward only"
+    return _input_grads(_backward_op, ctx, grad_out)
+
+
+_forward_op = torch.library.custom_op("affine_attention::cudnn_forward", _forward, mutates_args=())
+_forward_op.register_fake(_fake_forward)
+_backward_op = torch.library.custom_op("affine_attention::cudnn_backward", _backward, mutates_args=())
+_backward_op.register_fake(_fake_backward)
+_forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Plain attention: (O, lse), with lse [B, H, T] or [B, H, T, 1] as the kernel below has it."""
+    if query.device.type == "cpu":
+        return STAND_IN.forward(query, key, value, None, is_causal, softmax_scale)[:2]
+    return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, is_causal, False, scale=softmax_scale
+    )[:2]
+
+
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if query.device.type == "cpu":
+        return STAND_IN.backward(grad, query, key, value, core, lse, None, None, is_causal, softmax_scale)
+    # Without dropout the seed is not read; two scalars are cheaper than two more outputs of the forward.
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad, query, key, value, core, lse, seed, seed, None, None, None, query.shape[2], key.shape[2],
+        0.0, is_causal, scale=softmax_scale,
+    )  # fmt: skip
+
+
+def _sum_table(value: Tensor) -> Tensor:
+    """F8's table [B, G, blocks + 1, D]: row n is the sum of the first n blocks of value."""
+    shape = _table_shape(value)
+    table = torch.empty(shape, dtype=torch.float32, device=value.device)
+    batch, groups, num_keys, dim = value.shape
+    blocks = shape[2] - 1
+    block_sums_kernel[(batch * groups * blocks,)](
+        value, table, *value.stride()[:3], num_keys, blocks, groups,
+        dim, _block(dim), _padded(dim), num_warps=_warps(dim, SUM_ELEMENTS),
+    )  # fmt: skip
+    _scan(table)
+    return table
+
+
+def _table_shape(value: Tensor) -> tuple[int, int, int, int]:
+    batch, groups, num_keys, dim = value.shape
+    block = _block(dim)
+    return batch, groups, (num_keys + block - 1) // block + 1, dim
+
+
+def _scan(table: Tensor) -> None:
+    batch, groups, length, dim = table.shape
+    scan_kernel[(batch * groups, triton.cdiv(dim, 32))](table, length, dim, 64, 32, num_warps=4)
+
+
+def _row_gradients(
+    query: Tensor, alpha: Tensor | None, beta: Tensor | None, sink: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unwritten gradients of alpha, beta, sink and gate, empty where the input is absent."""
+
+    def contiguous(x: Tensor | None) -> Tensor:
+        return query.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    grad_gate = query.new_empty(0) if gate is None else torch.empty_like(gate)
+    return contiguous(alpha), contiguous(beta), contiguous(sink), grad_gate
+
+
+def _packed_rows(x: Tensor) -> Tensor:
+    """The kernels read rows of D neighbours; a tensor whose last dim is strided or expanded is copied."""
+    return x if _is_packed(x) else x.contiguous()
+
+
+def _is_packed(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(2) <= MAX_ROW_STRIDE
+
+
+def _like_packed(x: Tensor) -> Tensor:
+    """What `_packed_rows` will hand to cuDNN, to be asked about: no copy is made for the question."""
+    if _is_packed(x):
+        return x
+    return torch.empty((1, 1, 1, x.shape[-1]), dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return NO_STRIDES if x is None else x.stride()[:3]
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _block(dim: int) -> int:
+    """Rows of a tile, and of a block of the table of sums."""
+    return min(max(TILE // _padded(dim), 16), 64)
+
+
+def _warps(dim: int, elements: int) -> int:
+    return max(_block(dim) * _padded(dim) // (32 * elements), 1)

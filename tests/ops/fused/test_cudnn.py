@@ -1,0 +1,256 @@
+"""cuDNN's route against the fp64 reference, output and every gradient.
+
+In Triton's interpreter on the CPU, with PyTorch's CPU kernel in cuDNN's place; on a GPU where there is one, with cuDNN.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from affine_attention.ops.reference import reference_attention
+from affine_attention.ops.visibility import Visibility
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from affine_attention.ops.fused import cudnn, cudnn_kernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter's bf16 products are garbage, and cuDNN has no fp32.
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+needs_triton = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="runs on a GPU, and in the interpreter's own process"
+)
+outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
+ALL = ("alpha", "beta", "sink", "gate")
+AFFINE = ("alpha", "beta")
+
+
+def make(batch, heads, groups, queries, keys, dim, names, dtype, nonnegative=False):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    extras = {
+        "alpha": normal(batch, heads, queries),
+        "beta": normal(batch, heads, queries) / keys,
+        "sink": 3 * normal(heads),
+        "gate": torch.sigmoid(normal(batch, heads, queries, dim)).to(dtype),
+    }
+    if nonnegative:
+        extras["alpha"] = extras["alpha"].clamp(0, 1)  # half of it exactly 0, as linear clipping gives it
+    inputs = {
+        "query": normal(batch, heads, queries, dim).to(dtype),
+        "key": normal(batch, groups, keys, dim).to(dtype),
+        "value": normal(batch, groups, keys, dim).to(dtype),
+        **{name: extras[name] for name in names},
+    }
+    grad = normal(batch, heads, queries, dim).to(dtype)
+    return {name: x.to(DEVICE) for name, x in inputs.items()}, grad.to(DEVICE)
+
+
+def results(function, inputs, grad, visibility, dtype=None, **kwargs):
+    """Output and the gradient of every input, by name."""
+    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in inputs.items()}
+    scale = inputs["query"].shape[-1] ** -0.5
+    given = {**dict.fromkeys(ALL), **leaves}
+    out = function(**given, visibility=visibility, softmax_scale=scale, **kwargs)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype))
+    return {"out": out, **{f"grad of {name}": x for name, x in zip(leaves, grads, strict=True)}}
+
+
+def literal_attention(query, key, value, *, alpha, beta, sink, gate, visibility, softmax_scale):
+    """The equation in plain PyTorch, every tensor in the dtype of query: the yardstick of what a dtype can give."""
+    heads, dtype = query.shape[1], query.dtype
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    visible = visibility.dense()
+    scores = (query @ key.mT * softmax_scale).masked_fill(~visible, -torch.inf)
+    if sink is not None:
+        column = sink.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[2]]
+    weights = weights if alpha is None else weights * alpha.to(dtype)[..., None]
+    weights = weights if beta is None else weights + (beta.to(dtype)[..., None] * visible)
+    out = weights @ value
+    return out if gate is None else gate * out
+
+
+def assert_right(inputs, grad, visibility, **kwargs):
+    """At most twice the error of plain PyTorch in the same dtype, for the output and every gradient."""
+    expected = results(reference_attention, inputs, grad, visibility, torch.float64)
+    plain = results(literal_attention, inputs, grad, visibility)
+    ours = results(cudnn.cudnn_attention, inputs, grad, visibility, **kwargs)
+    for name, right in ((name, x.detach()) for name, x in expected.items()):
+
+        def error(x, right=right):
+            # Gradients that cancel (one visible key: dq is all but 0) are measured against the size of the inputs.
+            return float((x.detach().double() - right).norm() / right.norm().clamp_min(1.0))
+
+        assert ours[name].isfinite().all(), name
+        # Row quantities are fp32 in the yardstick too, so its error can be nearly 0: one rounding is always allowed.
+        allowed = 2 * error(plain[name]) + torch.finfo(grad.dtype).eps
+        assert error(ours[name]) <= allowed, (name, error(ours[name]), allowed)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "names", "is_causal"),
+    [
+        ((2, 4, 2, 130, 130, 24), ALL, True),
+        ((1, 2, 2, 130, 130, 16), ALL, True),
+        ((1, 6, 2, 100, 100, 16), AFFINE, True),
+        ((2, 2, 2, 64, 64, 16), AFFINE, True),
+        ((1, 2, 1, 2, 2, 16), ALL, True),
+        ((1, 4, 2, 70, 130, 16), ALL, False),
+        ((1, 2, 2, 130, 70, 16), AFFINE, False),
+        ((1, 2, 1, 90, 90, 16), ("sink",), True),
+        ((1, 2, 1, 90, 90, 16), ("gate",), True),
+        ((1, 2, 1, 90, 90, 16), ("alpha",), True),
+        ((1, 2, 1, 90, 90, 16), ("beta",), True),
+        ((1, 2, 1, 90, 90, 16), ("beta", "sink"), True),
+        ((1, 2, 1, 90, 90, 16), (), True),
+    ],
+)
+def test_matches_the_reference(shape, names, is_causal, dtype):
+    inputs, grad = make(*shape, names, dtype)
+    visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=is_causal)
+    assert_right(inputs, grad, visibility)
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [AFFINE, ("alpha", "sink"), ALL])
+def test_alpha_through_the_log_sum_exp(names):
+    inputs, grad = make(1, 4, 2, 100, 100, 16, names, DTYPES[0], nonnegative=True)
+    visibility = Visibility(1, 100, 100, grad.device, is_causal=True)
+    assert_right(inputs, grad, visibility, nonnegative_alpha=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [(), AFFINE, ALL])
+@pytest.mark.parametrize("nonnegative", [False, True])
+def test_takes_any_strides(names, nonnegative):
+    inputs, grad = make(2, 4, 2, 70, 70, 16, names, DTYPES[0], nonnegative=True)
+    visibility = Visibility(2, 70, 70, grad.device, is_causal=True)
+    inputs = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x for n, x in inputs.items()}
+    if "alpha" in inputs:
+        inputs["alpha"] = inputs["alpha"].mT.contiguous().mT
+    inputs["value"] = inputs["value"].mT.contiguous().mT
+    for strange in (grad, grad.mT.contiguous().mT, grad[:1, :1, :1, :1].expand_as(grad)):
+        assert_right(inputs, strange, visibility, nonnegative_alpha=nonnegative)
+
+
+@needs_triton
+def test_later_tokens_do_not_reach_earlier_rows():
+    inputs, grad = make(1, 2, 1, 150, 150, 16, ALL, DTYPES[0])
+    visibility = Visibility(1, 150, 150, grad.device, is_causal=True)
+    before = results(cudnn.cudnn_attention, inputs, grad, visibility)["out"]
+    for name in ("query", "key", "value"):
+        inputs[name][:, :, 101:] *= -3
+    after = results(cudnn.cudnn_attention, inputs, grad, visibility)["out"]
+    assert torch.equal(before[:, :, :101], after[:, :, :101])
+
+
+@needs_triton
+def test_a_constant_sink_needs_no_prologue():
+    inputs, grad = make(1, 2, 1, 40, 40, 16, ("sink",), DTYPES[0])
+    visibility = Visibility(1, 40, 40, grad.device, is_causal=True)
+    full = results(cudnn.cudnn_attention, inputs, grad, visibility)
+    sink = inputs.pop("sink")
+    leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+    given = {**dict.fromkeys(ALL), **leaves, "sink": sink}
+    out = cudnn.cudnn_attention(**given, visibility=visibility, softmax_scale=0.25)
+    for name, x in zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad), strict=True):
+        assert torch.equal(x, full[f"grad of {name}"])
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [(), AFFINE, ALL])
+def test_is_registered(names):
+    inputs, _ = make(1, 4, 2, 70, 70, 16, names, DTYPES[0])
+    given = {**dict.fromkeys(("query", "key", "value", *ALL)), **{n: x.requires_grad_() for n, x in inputs.items()}}
+    # O, lse and the table are kept for the backward only, so autograd is checked through the output alone.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = (*given.values(), True, 0.25, False)
+    torch.library.opcheck(torch.ops.affine_attention.cudnn_forward.default, args, test_utils=utils)
+
+
+@needs_triton
+@pytest.mark.parametrize("names", [("sink",), AFFINE, ALL])
+def test_the_registered_op_is_the_eager_function(names):
+    inputs, grad = make(1, 4, 2, 70, 70, 16, names, DTYPES[0])
+    visibility = Visibility(1, 70, 70, grad.device, is_causal=True)
+
+    def by_op(query, key, value, alpha, beta, sink, gate, visibility, softmax_scale):
+        op = torch.ops.affine_attention.cudnn_forward
+        return op(query, key, value, alpha, beta, sink, gate, visibility.is_causal, softmax_scale, False)[0]
+
+    eager = results(cudnn.cudnn_attention, inputs, grad, visibility)
+    for name, x in results(by_op, inputs, grad, visibility).items():
+        assert torch.equal(x, eager[name]), name
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="inductor's own code is not interpreted")
+@pytest.mark.parametrize("names", [(), AFFINE, ALL])
+def test_compiles_in_one_graph(names):
+    inputs, grad = make(1, 4, 2, 70, 70, 64, names, DTYPES[0])
+    visibility = Visibility(1, 70, 70, grad.device, is_causal=True)
+    eager = results(cudnn.cudnn_attention, inputs, grad, visibility)
+    compiled = torch.compile(cudnn.cudnn_attention, fullgraph=True)
+    for name, x in results(compiled, inputs, grad, visibility).items():
+        assert torch.equal(x, eager[name]), name
+
+
+def test_refusals_name_the_reason():
+    x = torch.zeros(1, 2, 4, 16)
+    reason = cudnn.why_not(x, x, x, **dict.fromkeys(ALL), visibility=Visibility(1, 4, 4, x.device))
+    assert "CUDA" in reason
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({}, None), ({"window": 3}, "window"), ({"num_keys": 5, "is_causal": True}, "as many queries")],
+)
+def test_refusals_on_a_gpu(changes, word):
+    x = torch.zeros(1, 2, 4, 16, device="cuda", dtype=torch.bfloat16)
+    visibility = Visibility(**{"batch": 1, "num_queries": 4, "num_keys": 4, "device": x.device, **changes})
+    reason = cudnn.why_not(x, x, x, **dict.fromkeys(ALL), visibility=visibility)
+    assert reason is None if word is None else word in reason
+
+
+@outside
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile(capability):
+    """Through ptxas, without the hardware; 2 heads to a group, everything given, head dim 128."""
+    pointers = {
+        **dict.fromkeys(("core", "out", "value", "gate", "grad_out", "grad_core", "grad_gate", "grad_value"), "*bf16"),
+        **dict.fromkeys(("weighted", "source"), "*bf16"),
+        **dict.fromkeys(("lse", "table", "alpha", "beta", "sink", "grad_lse", "grad_alpha", "grad_beta"), "*fp32"),
+        **dict.fromkeys(("sink_parts", "weighted_table"), "*fp32"),
+    }
+    constants = {"HEADS": 2, "CAUSAL": True, "HEAD_DIM": 128, "BLOCK": 16, "BLOCK_D": 128}
+    for name in ("block_sums", "scan", "epilogue", "prologue", "add_later"):
+        kernel = getattr(cudnn_kernels, f"{name}_kernel")
+        signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}
+        values = {(i,): constants[n] for i, n in enumerate(kernel.arg_names) if n in constants}
+        source = ASTSource(kernel, signature, constexprs=values)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 2})
+        assert "cubin" in compiled.asm, name
+
+
+@outside
+def test_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
