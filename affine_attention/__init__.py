@@ -14,7 +14,7 @@ from .nn import (
     discard_running_alpha,
     linear_clipping,
 )
-from .ops import attention, attention_weights, count_visible_keys, explain
+from .ops import attention, attention_weights, count_visible_keys, decode_attention, explain
 from .version import __version__
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "commit_after_step",
     "commit_running_alpha",
     "count_visible_keys",
+    "decode_attention",
     "discard_running_alpha",
     "explain",
     "linear_clipping",

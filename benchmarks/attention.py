@@ -98,9 +98,14 @@ class Bench:
 
         return call
 
-    def ours(self, mechanism: str, impl: str = "auto") -> Callable[[], Tensor]:
+    def ours(self, mechanism: str) -> Callable[[], Tensor]:
+        """As the layers call it: their alpha is never negative, and they say so."""
         given = self.of(mechanism)
-        return lambda: attention(**given, is_causal=True, impl=impl)
+        return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
+
+    def ours_any_sign(self) -> Callable[[], Tensor]:
+        given = self.of("affine")
+        return lambda: attention(**given, is_causal=True)
 
     def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
         """The paper's formula as written, with its T x S weights; None where they would not fit."""
@@ -157,6 +162,8 @@ def measure(shape: Shape, device: str, dtype: torch.dtype, rounds: int, with_riv
     functions = {name: bench.plain(backend) for name, backend in PLAIN_BACKENDS[device].items()}
     plain_names = list(functions)
     functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
+    if device == "cuda":
+        functions["affine, alpha of any sign"] = bench.ours_any_sign()
     if with_rivals:
         functions |= bench.rivals()
     naive = bench.naive("affine")

@@ -126,7 +126,7 @@ class AttentionMechanism(nn.Module):
         alpha, beta, sink, gate = self.coefficients(hidden, query, key, **visible, token_mask=token_mask)
         return attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
-            softmax_scale=softmax_scale, impl=impl,
+            softmax_scale=softmax_scale, nonnegative_alpha=True, impl=impl,
         )  # fmt: skip
 
     def _bias_divisor(self, query: Tensor, key: Tensor, **visible) -> Tensor | int:

@@ -1,5 +1,6 @@
 """Tensors to tensors: the operator and its implementations. Torch only; Triton is imported on first use."""
 
 from .api import Choice, attention, attention_weights, count_visible_keys, explain
+from .decoding import decode_attention
 
-__all__ = ["Choice", "attention", "attention_weights", "count_visible_keys", "explain"]
+__all__ = ["Choice", "attention", "attention_weights", "count_visible_keys", "decode_attention", "explain"]

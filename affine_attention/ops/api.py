@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from .composed import composed_attention
+from .fused.choose import choose_fused, fused_attention
 from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan
 from .validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
 from .visibility import Visibility
 
-IMPLEMENTATIONS = ("auto", "reference", "composed")
+IMPLEMENTATIONS = ("auto", "reference", "composed", "fused")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def attention(
     window: int | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softmax_scale: float | None = None,
+    nonnegative_alpha: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """gate * (alpha * softmax_with_sink(query key^T * softmax_scale) value + beta * sum of visible values).
@@ -68,7 +70,9 @@ def attention(
         window: a query sees keys closer than this many positions (with is_causal: the last `window` keys).
         segment_ids: integers [B, T], or a pair ([B, T], [B, S]): documents that do not see each other.
         softmax_scale: 1/sqrt(D) when None.
-        impl: "auto", "composed" or "reference". One that is asked for runs or raises, it never falls back.
+        nonnegative_alpha: a promise that alpha >= 0 (a sigmoid or linear clipping keeps it), with which the backward
+            on a GPU saves time and a tensor. A negative alpha then gives NaN gradients.
+        impl: "auto", "fused", "composed" or "reference". One that is asked for runs or raises, it never falls back.
 
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
@@ -77,13 +81,16 @@ def attention(
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     visibility, scale = _check_call(query, key, value, alpha, beta, sink, gate, mask, is_causal, window,
                                     segment_ids, softmax_scale)  # fmt: skip
-    choice = impl if impl != "auto" else _choose(query).impl
-    run = {"reference": reference_attention, "composed": composed_attention}[choice]
+    rows = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
+    choice = _choose(query, key, value, rows, visibility, impl)
+    call: dict[str, Any] = {**rows, "visibility": visibility, "softmax_scale": scale}
     # Products inside must not be lowered once more: the dtypes are settled above.
     with torch.autocast(query.device.type, enabled=False):
-        return run(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, visibility=visibility, softmax_scale=scale
-        )
+        if choice.impl == "reference":
+            return reference_attention(query, key, value, **call)
+        if choice.impl == "composed":
+            return composed_attention(query, key, value, **call)
+        return fused_attention(query, key, value, **call, kernel=choice.kernels[0], nonnegative_alpha=nonnegative_alpha)
 
 
 def attention_weights(
@@ -128,6 +135,7 @@ def explain(
     window: int | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softmax_scale: float | None = None,
+    nonnegative_alpha: bool = False,
     impl: str = "auto",
 ) -> Choice:
     """Which implementation `attention` would take with the same arguments, and why. Nothing is computed."""
@@ -135,11 +143,11 @@ def explain(
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     visibility, _ = _check_call(query, key, value, alpha, beta, sink, gate, mask, is_causal, window,
                                 segment_ids, softmax_scale)  # fmt: skip
-    if impl == "reference":
-        return Choice("reference", 'asked for by name; holds the T x S weights, "composed" does not')
-    choice = _choose(query)
-    reason = choice.reason if impl == "auto" else "asked for by name"
-    return Choice("composed", reason, _kernels_of(query, key, visibility), choice.refused)
+    rows = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
+    choice = _choose(query, key, value, rows, visibility, impl)
+    if choice.impl == "composed":
+        choice = replace(choice, kernels=_kernels_of(query, key, visibility))
+    return choice
 
 
 def count_visible_keys(
@@ -156,8 +164,20 @@ def count_visible_keys(
     return check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids).count()
 
 
-def _choose(query: Tensor) -> Choice:
-    return Choice("composed", f"the fastest implementation for {query.device.type} tensors")
+def _choose(
+    query: Tensor, key: Tensor, value: Tensor, rows: dict[str, Tensor | None], visibility: Visibility, impl: str
+) -> Choice:
+    if impl == "reference":
+        return Choice("reference", 'asked for by name; holds the T x S weights, "composed" does not')
+    if impl == "composed":
+        return Choice("composed", "asked for by name")
+    kernel, reason = choose_fused(query, key, value, **rows, visibility=visibility)
+    if kernel is not None:
+        return Choice("fused", reason, (kernel,))
+    if impl == "fused":
+        raise ValueError(f'impl="fused" {reason}; use impl="composed", or "auto" to let the call decide')
+    return Choice("composed", f"the fastest implementation that serves this call on {query.device.type}", (),
+                  {"fused": reason})  # fmt: skip
 
 
 def _kernels_of(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def check_softmax_scale(softmax_scale: Any, dim: int) -> float:
         return 1.0 / math.sqrt(dim)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
         raise TypeError(f"softmax_scale must be a number or None (1/sqrt(D)), got {softmax_scale!r}")
-    if not math.isfinite(softmax_scale):
+    if not -math.inf < softmax_scale < math.inf:  # math.isfinite breaks the graph for a traced float
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}; None means 1/sqrt(D)")
     return float(softmax_scale)
 
@@ -169,3 +170,49 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_lengths(lengths: Any, query: Tensor) -> None:
+    """lengths [B]: integers on the device of query."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError("lengths must be a tensor [B] of int32 or int64, one length a sequence")
+    if tuple(lengths.shape) != (query.shape[0],):
+        raise ValueError(f"lengths must have shape [B] = [{query.shape[0]}], got {list(lengths.shape)}")
+    _check_device("lengths", lengths, query)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A checked block table."""
+
+    block_table: Tensor
+    page_size: int
+
+    def like(self, cache: Tensor) -> Tensor:
+        """Shape, dtype and device of the dense cache [B, G, S, D], without its memory."""
+        batch, pages = self.block_table.shape
+        _, page_size, groups, dim = cache.shape
+        return cache.new_empty(()).expand(batch, groups, pages * page_size, dim)
+
+    def gather(self, cache: Tensor) -> Tensor:
+        """The dense cache [B, G, S, D]."""
+        return cache[self.block_table.long()].flatten(1, 2).transpose(1, 2)
+
+
+def check_pages(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
+    """key, value [pages, page_size, G, D] and block_table [B, n]."""
+    _check_tensor("query", query, "[B, H, T, D]", 4)
+    for name, x in (("key", key), ("value", value)):
+        _check_tensor(name, x, "[pages, page_size, G, D]", 4)
+    if not isinstance(block_table, Tensor) or block_table.dtype not in (torch.int32, torch.int64):
+        raise TypeError("block_table must be a tensor [B, n] of int32 or int64, the pages of each sequence in order")
+    if block_table.dim() != 2 or block_table.shape[0] != query.shape[0]:
+        raise ValueError(f"block_table must have shape [B, n] with B = {query.shape[0]}, got {list(block_table.shape)}")
+    _check_device("block_table", block_table, query)
+    if block_table.device.type == "cpu" and block_table.numel():
+        low, high = int(block_table.min()), int(block_table.max())
+        if low < 0 or high >= key.shape[0]:
+            raise ValueError(f"block_table must hold pages 0 to {key.shape[0] - 1}, got {low} to {high}")
+    return Pages(block_table, key.shape[1])

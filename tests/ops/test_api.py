@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import affine_attention
@@ -37,6 +38,31 @@ def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
     assert ran == ["reference", "composed"]
     assert explain(**given, **visible, impl="reference").impl == "reference"
     assert explain(**given, **visible, impl="composed").reason == "asked for by name"
+
+
+@pytest.mark.parametrize("function", [attention, explain])
+def test_fused_raises_where_it_cannot_run(function):
+    given, visible = tensors()
+    with pytest.raises(ValueError, match='impl="fused" needs a CUDA GPU, got cpu tensors; use impl="composed"'):
+        function(**given, **visible, impl="fused")
+
+
+def test_auto_says_why_it_is_not_fused():
+    given, visible = tensors()
+    choice = explain(**given, **visible)
+    assert choice.refused == {"fused": "needs a CUDA GPU, got cpu tensors"}
+    assert "not fused: needs a CUDA GPU" in str(choice)
+
+
+def test_a_gpu_without_triton_falls_to_composed(monkeypatch):
+    from affine_attention.ops.fused import choose
+
+    given, visible = tensors()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: None)
+    choice = explain(**given, **visible)
+    assert choice.impl == "composed"
+    assert choice.refused == {"fused": "needs Triton, which is not installed"}
 
 
 def test_explain_names_the_kernel_of_masked_tiles_too():

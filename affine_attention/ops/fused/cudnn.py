@@ -1,13 +1,17 @@
 """The whole equation at the price of cuDNN's plain attention: cuDNN between a fused prologue and a fused epilogue.
 
-Forward: sums of V (two small kernels, with `beta` only), cuDNN, one pass over its output (F6, F7 of cudnn_kernels.py).
-Backward: one pass over dOut and O (B1 to B5), cuDNN's backward, one pass over dV (B6). cuDNN's backward takes `out` and
-`logsumexp` as inputs, so the sink-corrected pair gives exact gradients. Kept for backward: query, key, value, O, lse,
+Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
+cudnn_kernels.py). Backward: one pass over dOut and O (B1 to B5), beside cuDNN's backward where alpha >= 0 is promised
+and before it otherwise, and one pass over dV (B6). cuDNN's backward takes `out` and `logsumexp` as inputs, so the
+sink-corrected pair gives exact gradients. Kept for backward: query, key, value, O, lse,
 the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is registered with torch.library, so
 that compiled graphs hold it in one piece.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -111,10 +115,16 @@ def _forward(
     """(out, O, lse, table of sums); O is empty where out itself is O, the table without beta."""
     num_queries, dim = query.shape[2:]
     heads, groups, block = query.shape[1], key.shape[1], _block(dim)
-    core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if alpha is None and beta is None and sink is None and gate is None:
+        core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
-    table = lse.new_empty(0) if beta is None else _sum_table(value)
+    side = Side(query.device)
+    table = torch.empty(0 if beta is None else _table_shape(value), dtype=torch.float32, device=query.device)
+    if beta is not None:
+        with side:
+            _fill_sum_table(table, value)
+    core, lse = _attend(query, key, value, is_causal, softmax_scale)
+    side.join()
     out = core if alpha is None and beta is None and gate is None else torch.empty_like(core)
     # The heads of a group share their sum of V; without beta there is none to share.
     together = 1 if beta is None else heads // groups
@@ -163,41 +173,51 @@ def _backward(
     grad_out = _packed_rows(grad_out)
 
     # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    by_lse = nonnegative_alpha and gate is None and grad_out.stride() == core.stride()
-    same = alpha is None and gate is None and grad_out.stride() == core.stride()
-    grad_core = None if by_lse or same else torch.empty_like(core)
-    grad_lse = torch.empty_like(lse) if by_lse and alpha is not None else None
-
+    same_layout = gate is None and grad_out.stride() == core.stride()
+    by_lse = same_layout and alpha is not None and nonnegative_alpha
+    grad_core = None if by_lse or (same_layout and alpha is None) else torch.empty_like(core)
     grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
-    if any(x is not None for x in (alpha, beta, sink, grad_core)):
-        parts = None if sink is None else lse.new_empty(batch, heads, blocks)
-        weighted = weighted_table = None
-        if beta is not None:
-            weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
-            if is_causal and repeats > 1:
-                # bf16 has the range of fp32; fp16 would lose small beta * E altogether.
-                dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-                weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
+    parts = None if sink is None else lse.new_empty(batch, heads, blocks)
+    weighted = weighted_table = None
+    if beta is not None:
+        weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
+        if is_causal and repeats > 1:
+            # bf16 has the range of fp32; fp16 would lose small beta * E altogether.
+            dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+            weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
+
+    def run_prologue() -> None:
         prologue_kernel[(batch * groups * blocks,)](
             grad_out, core, lse, value, table, alpha, beta, sink, gate,
-            grad_core, grad_lse, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
+            grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
             None if gate is None else grad_gate, parts, weighted, weighted_table,
             *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
             *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
             num_queries, blocks, key_blocks, heads,
             repeats, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
         )  # fmt: skip
-        if sink is not None:
-            grad_sink = parts.sum((0, 2)).to(sink.dtype)
+        if weighted_table is not None:
+            _scan(weighted_table)
 
+    side = Side(query.device)
+    if grad_core is not None:
+        run_prologue()  # cuDNN waits for what it writes
+    elif alpha is not None or beta is not None or sink is not None:
+        with side:
+            run_prologue()
+    # B5: dividing exp(lse) by alpha multiplies cuDNN's weights by it; alpha = 0 gives +inf, and weights of 0.
+    core_lse = lse
+    if by_lse and alpha is not None:
+        core_lse = lse - alpha.to(lse.dtype).log().reshape(lse.shape)
     grad_query, grad_key, grad_value = _attend_backward(
-        grad_out if grad_core is None else grad_core,
-        query, key, value, core, lse if grad_lse is None else grad_lse, is_causal, softmax_scale,
-    )  # fmt: skip
+        grad_out if grad_core is None else grad_core, query, key, value, core, core_lse, is_causal, softmax_scale
+    )
+    side.join()
+    if sink is not None and parts is not None:
+        grad_sink = parts.sum((0, 2)).to(sink.dtype)
     if beta is not None:
-        _scan(weighted_table)
         direct = weighted is None
-        source = grad_out if direct else weighted
+        source = grad_out if weighted is None else weighted
         gated = gate if direct else None
         add_later_kernel[(batch * groups * key_blocks,)](
             grad_value, source, beta if direct else None, gated, weighted_table,
@@ -260,6 +280,37 @@ _backward_op.register_fake(_fake_backward)
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Side:
+    """What is launched inside `with side:` runs beside what the current stream does next, until `join`.
+
+    The passes are bound by memory and cuDNN by arithmetic: side by side they cost little more than cuDNN alone. Tensors
+    are made before the fork and die after the join, so the allocator sees one stream only.
+    """
+
+    def __init__(self, device: torch.device):
+        self.stream = _side_stream(device) if device.type == "cuda" else None
+        self.context: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.context is not None:
+            self.context.__exit__(*error)
+
+    def join(self) -> None:
+        if self.context is not None and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """Plain attention: (O, lse), with lse [B, H, T] or [B, H, T, 1] as the kernel below has it."""
     if query.device.type == "cpu":
@@ -289,18 +340,15 @@ def _attend_backward(
     )  # fmt: skip
 
 
-def _sum_table(value: Tensor) -> Tensor:
+def _fill_sum_table(table: Tensor, value: Tensor) -> None:
     """F8's table [B, G, blocks + 1, D]: row n is the sum of the first n blocks of value."""
-    shape = _table_shape(value)
-    table = torch.empty(shape, dtype=torch.float32, device=value.device)
     batch, groups, num_keys, dim = value.shape
-    blocks = shape[2] - 1
+    blocks = table.shape[2] - 1
     block_sums_kernel[(batch * groups * blocks,)](
         value, table, *value.stride()[:3], num_keys, blocks, groups,
         dim, _block(dim), _padded(dim), num_warps=_warps(dim, SUM_ELEMENTS),
     )  # fmt: skip
     _scan(table)
-    return table
 
 
 def _table_shape(value: Tensor) -> tuple[int, int, int, int]:

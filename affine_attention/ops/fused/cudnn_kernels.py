@@ -158,7 +158,7 @@ def epilogue_kernel(
 @triton.jit
 def prologue_kernel(
     grad_out, core, lse, value, table, alpha, beta, sink, gate,
-    grad_core, grad_lse, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table,
+    grad_core, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table,
     go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
     num_queries, num_blocks, key_blocks, heads,
@@ -167,10 +167,10 @@ def prologue_kernel(
 ):  # fmt: skip
     """B1 to B5, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
-    Writes, where the pointer is not None: grad_core = alpha E (strides of core), or grad_lse = lse - log(alpha)
-    (strides of lse); grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted =
-    the sum of beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
-    num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
+    Writes, where the pointer is not None: grad_core = alpha E (strides of core); grad_alpha, grad_beta (contiguous
+    [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of beta E over the group's heads (contiguous
+    [B, G, T, D]), and its block sums, mirrored: block n's is row num_blocks - n of weighted_table, so that one forward
+    scan gives sums over *later* blocks.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS
@@ -234,9 +234,6 @@ def prologue_kernel(
         if beta is not None:
             tl.store(grad_beta + row_place, tl.sum(grad * sums, axis=1), mask=row_ok)
             weighted_sum += beta_rows[:, None] * grad
-        if grad_lse is not None:
-            lse_rows = tl.load(lse + lse_place, mask=row_ok, other=0.0)
-            tl.store(grad_lse + lse_place, lse_rows - tl.log(alpha_rows), mask=row_ok)
         if grad_core is not None:
             if alpha is not None:
                 grad = grad * alpha_rows[:, None]

@@ -355,7 +355,8 @@ def _device(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 4, 0
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    # The attribute is there, torch's type stubs do not know it.
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def _packed_rows(x: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def test_kernels_compile(capability):
     pointers = {
         **dict.fromkeys(("core", "out", "value", "gate", "grad_out", "grad_core", "grad_gate", "grad_value"), "*bf16"),
         **dict.fromkeys(("weighted", "source"), "*bf16"),
-        **dict.fromkeys(("lse", "table", "alpha", "beta", "sink", "grad_lse", "grad_alpha", "grad_beta"), "*fp32"),
+        **dict.fromkeys(("lse", "table", "alpha", "beta", "sink", "grad_alpha", "grad_beta"), "*fp32"),
         **dict.fromkeys(("sink_parts", "weighted_table"), "*fp32"),
     }
     constants = {"HEADS": 2, "CAUSAL": True, "HEAD_DIM": 128, "BLOCK": 16, "BLOCK_D": 128}

@@ -1,0 +1,92 @@
+"""Says which fused kernel serves a call, by rules that were measured, and runs it. Triton is imported on first use.
+
+Rules, in this order (docs/kernels.md has the measurements):
+- decode: up to 16 queries and no gradient, against more keys than queries: one pass over the cache, split over keys;
+- cudnn: plain causal or full attention in bf16 or fp16 on compute capability 9.0 and newer, where cuDNN between fused
+  passes is the fastest that was measured;
+- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..visibility import Visibility
+
+CUDNN_CAPABILITY = (9, 0)
+
+
+def choose_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    visibility: Visibility,
+) -> tuple[str | None, str]:
+    """(the kernel, why), or (None, the reason why no fused kernel can serve the call)."""
+    # Triton's interpreter runs the kernels on the CPU: slow, for tests.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if query.device.type != "cuda" and not interpreted:
+        return None, f"needs a CUDA GPU, got {query.device.type} tensors"
+    if importlib.util.find_spec("triton") is None:
+        return None, "needs Triton, which is not installed"
+    from . import cudnn, decode, flash
+
+    call: dict[str, Any] = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate, "visibility": visibility}
+    refusals = []
+    if visibility.num_queries < visibility.num_keys:
+        reason = decode.why_not(query, key, value, **call)
+        if reason is None:
+            return "decode", f"{visibility.num_queries} queries against {visibility.num_keys} keys, no gradient"
+        refusals.append(f"decode {reason}")
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= CUDNN_CAPABILITY:
+        reason = cudnn.why_not(query, key, value, **call)
+        if reason is None:
+            return "cudnn", "plain causal or full attention: cuDNN between fused passes is the fastest measured"
+        refusals.append(f"cudnn {reason}")
+    reason = flash.why_not(query, key, value, **call)
+    if reason is None:
+        return "flash", "; ".join(refusals) or "the Triton kernels take it"
+    return None, reason
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    visibility: Visibility,
+    softmax_scale: float,
+    kernel: str,
+    nonnegative_alpha: bool,
+) -> Tensor:
+    """Runs the kernel that `choose_fused` has named."""
+    call: dict[str, Any] = {
+        "alpha": alpha, "beta": beta, "sink": sink, "gate": gate,
+        "visibility": visibility, "softmax_scale": softmax_scale,
+    }  # fmt: skip
+    if kernel == "decode":
+        from .decode import decode_attention
+
+        return decode_attention(query, key, value, **call)
+    if kernel == "cudnn":
+        from .cudnn import cudnn_attention
+
+        return cudnn_attention(query, key, value, **call, nonnegative_alpha=nonnegative_alpha)
+    assert kernel == "flash", kernel
+    from .flash import flash_attention
+
+    return flash_attention(query, key, value, **call)

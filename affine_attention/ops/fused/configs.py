@@ -1,0 +1,79 @@
+"""Says which tile sizes each kernel runs with: a shipped table, measured once, never tuned while a user waits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """Queries and keys of a tile, warps of a program, depth of the load pipeline, limit of registers a thread."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton takes at a launch beside the tile sizes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+
+
+# (kernel, bytes of an element, head dim up to) -> Config. `forward` and `query_grads` own block_m queries, `key_grads`
+# owns block_n keys. Measured on an H200: four warps with small tiles beat eight with large ones, because two or three
+# programs share a multiprocessor and one's softmax hides behind another's products.
+HOPPER = {
+    ("forward", 2, 64): Config(64, 64, 4, 3),
+    ("forward", 2, 128): Config(64, 64, 4, 3),
+    ("forward", 2, 256): Config(128, 64, 8, 2),
+    ("query_grads", 2, 64): Config(64, 64, 4, 2),
+    ("query_grads", 2, 128): Config(128, 64, 8, 3),
+    ("query_grads", 2, 256): Config(64, 64, 4, 2),
+    ("key_grads", 2, 64): Config(64, 64, 4, 3),
+    ("key_grads", 2, 128): Config(64, 64, 4, 2),
+    ("key_grads", 2, 256): Config(32, 64, 8, 2),
+}
+# Fits the 99 KiB of shared memory of sm_86 and sm_89; used on every GPU that has no table of its own.
+UNIVERSAL = {
+    ("forward", 2, 64): Config(64, 64, 4, 2),
+    ("forward", 2, 128): Config(64, 64, 4, 2),
+    ("forward", 2, 256): Config(64, 32, 4, 1),
+    ("query_grads", 2, 64): Config(64, 64, 4, 2),
+    ("query_grads", 2, 128): Config(64, 32, 4, 2),
+    ("query_grads", 2, 256): Config(32, 32, 4, 1),
+    ("key_grads", 2, 64): Config(64, 64, 4, 2),
+    ("key_grads", 2, 128): Config(32, 64, 4, 2),
+    ("key_grads", 2, 256): Config(32, 32, 4, 1),
+    # fp32 products run on the plain cores (no tf32): small tiles, or the unrolled products fill the registers.
+    ("forward", 4, 128): Config(32, 32, 4, 1),
+    ("forward", 4, 256): Config(16, 32, 4, 1),
+    ("query_grads", 4, 128): Config(32, 32, 4, 1),
+    ("query_grads", 4, 256): Config(16, 16, 4, 1),
+    ("key_grads", 4, 128): Config(32, 32, 4, 1),
+    ("key_grads", 4, 256): Config(16, 16, 4, 1),
+}
+# Triton's interpreter on the CPU: two different small sizes, so that short test sequences span several tiles.
+INTERPRETER = {
+    "forward": Config(32, 16, 4, 1),
+    "query_grads": Config(32, 16, 4, 1),
+    "key_grads": Config(16, 32, 4, 1),
+}
+
+
+def shipped_config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The configuration of `kernel` ("forward", "query_grads", "key_grads") for one head dim, dtype and device."""
+    if device.type == "cpu":
+        return INTERPRETER[kernel]
+    return table_config(kernel, head_dim, dtype.itemsize, torch.cuda.get_device_capability(device))
+
+
+def table_config(kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int]) -> Config:
+    """The row of the table of a GPU with this compute capability."""
+    for table in (HOPPER, UNIVERSAL) if capability[0] == 9 else (UNIVERSAL,):
+        for limit in (64, 128, 256):
+            if head_dim <= limit and (kernel, itemsize, limit) in table:
+                return table[kernel, itemsize, limit]
+    raise AssertionError(f"no configuration for {kernel}, head dim {head_dim}, {itemsize} bytes")

@@ -1,0 +1,305 @@
+"""The fused kernels against the fp64 reference: on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter must be switched on before Triton is imported, so without a GPU `test_flash.py` runs this file in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from affine_attention.ops.fused.flash import flash_attention, why_not
+from affine_attention.ops.fused.flash_op import flash_forward
+from affine_attention.ops.reference import reference_attention
+from affine_attention.ops.visibility import Visibility
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+if not (INTERPRETED or ON_GPU):
+    pytest.skip("no GPU: test_flash.py runs this file in the interpreter", allow_module_level=True)
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# bf16 products are wrong in the interpreter, without an error.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+NAMES = ("query", "key", "value", "alpha", "beta", "sink", "gate")
+EPS_ROWS = torch.finfo(torch.float32).eps
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+# name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, Gate
+CASES = {
+    "causal": ((2, 4, 2, 70, 70, 20), {"is_causal": True}, "absg"),
+    "plain": ((1, 2, 2, 70, 70, 16), {"is_causal": True}, ""),
+    "affine": ((1, 2, 1, 65, 65, 16), {"is_causal": True}, "ab"),
+    "sink": ((1, 4, 1, 33, 33, 8), {"is_causal": True}, "s"),
+    "gate": ((1, 2, 1, 33, 33, 8), {"is_causal": True}, "g"),
+    "more keys": ((1, 2, 1, 37, 70, 24), {"is_causal": True}, "absg"),
+    "more queries": ((1, 2, 1, 70, 37, 8), {"is_causal": True}, "absg"),
+    "full": ((1, 2, 1, 53, 37, 8), {}, "absg"),
+    "window": ((1, 2, 1, 70, 75, 16), {"is_causal": True, "window": 9}, "absg"),
+    "wide window": ((1, 2, 1, 100, 100, 16), {"is_causal": True, "window": 50}, "absg"),
+    "both ways": ((1, 2, 1, 70, 75, 16), {"window": 20}, "absg"),
+    "window of one": ((1, 2, 1, 33, 33, 16), {"is_causal": True, "window": 1}, "ab"),
+    "segments": ((2, 2, 1, 90, 90, 16), {"is_causal": True, "segments": "sorted"}, "absg"),
+    "mixed segments": ((2, 2, 1, 50, 50, 16), {"segments": "mixed"}, "absg"),
+    "holes": ((2, 2, 1, 70, 70, 16), {"is_causal": True, "padding": "holes"}, "absg"),
+    "right padding": ((2, 2, 1, 70, 70, 16), {"is_causal": True, "padding": "right"}, "absg"),
+    "left padding": ((2, 2, 1, 70, 70, 16), {"is_causal": True, "padding": "left"}, "absg"),
+    "everything": ((2, 2, 1, 70, 75, 16), {"window": 30, "segments": "sorted", "padding": "holes"}, "absg"),
+    "one query": ((1, 2, 1, 1, 40, 3), {"is_causal": True}, "absg"),
+    "one key": ((1, 2, 1, 40, 1, 5), {"is_causal": True}, "absg"),
+    "one of each": ((1, 1, 1, 1, 1, 1), {"is_causal": True}, "absg"),
+    "no queries": ((1, 2, 1, 0, 3, 4), {"is_causal": True}, "absg"),
+    "no keys": ((1, 2, 1, 3, 0, 4), {"is_causal": True}, "absg"),
+}
+
+
+def make_inputs(shape: tuple[int, ...], parts: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor | None]:
+    batch, heads, kv_heads, queries, keys, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+    return {
+        "query": draw(batch, heads, queries, dim, dtype=dtype),
+        "key": draw(batch, kv_heads, keys, dim, dtype=dtype),
+        "value": draw(batch, kv_heads, keys, dim, dtype=dtype),
+        "alpha": draw(batch, heads, queries).sigmoid() if "a" in parts else None,
+        "beta": 0.1 * draw(batch, heads, queries) if "b" in parts else None,
+        # Large and distinct: a sink near 0 hides one that is dropped or in the wrong unit.
+        "sink": torch.linspace(-3, 6, heads).to(DEVICE) if "s" in parts else None,
+        "gate": draw(batch, heads, queries, dim, dtype=dtype).sigmoid() if "g" in parts else None,
+    }
+
+
+def make_visibility(shape: tuple[int, ...], options: dict[str, object], seed: int = 0) -> Visibility:
+    batch, _, _, queries, keys, _ = shape
+    options = dict(options)
+    generator = torch.Generator().manual_seed(seed)
+    kind = options.pop("segments", None)
+    if kind is not None:
+        ids = torch.randint(-1, 3, (batch, max(queries, keys)), generator=generator)
+        ids = (ids.sort(1)[0] if kind == "sorted" else ids).to(DEVICE)
+        options |= {"query_segments": ids[:, -queries:], "key_segments": ids[:, -keys:]}
+    kind = options.pop("padding", None)
+    if kind is not None:
+        mask = torch.rand(batch, keys, generator=generator) > 0.3
+        if kind != "holes":
+            lengths = torch.tensor([keys - 7, keys // 3])[:, None]
+            mask = torch.arange(keys)[None, :] < lengths
+            mask = mask if kind == "right" else mask.flip(1)
+        options["key_mask"] = mask.to(DEVICE)
+    return Visibility(batch, queries, keys, DEVICE, **options)
+
+
+def plain_attention(*, query, key, value, alpha, beta, sink, gate, visibility, softmax_scale) -> Tensor:
+    """The formula as one writes it in PyTorch, all of it in the dtype of the inputs: whose error is the yardstick."""
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    visible = visibility.dense()
+    scores = query @ key.repeat_interleave(group, 1).mT * softmax_scale
+    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    weights = torch.exp(scores - largest).masked_fill(~visible, 0)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink.to(dtype)[:, None, None] - largest)
+    weights = weights / total.masked_fill(total == 0, 1)
+    weights = weights if alpha is None else weights * alpha.to(dtype)[..., None]
+    weights = weights if beta is None else weights + beta.to(dtype)[..., None].masked_fill(~visible, 0)
+    out = weights @ value.repeat_interleave(group, 1)
+    return out if gate is None else out * gate
+
+
+def run(function, inputs, visibility, grad_out, *, dtype=None, softmax_scale=0.3) -> dict[str, Tensor]:
+    """The output and the gradients of all inputs that are there."""
+    leaves = {name: x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for name, x in inputs.items()}
+    out = function(**leaves, visibility=visibility, softmax_scale=softmax_scale)
+    out.backward(grad_out.to(out.dtype))
+    return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x is not None}
+
+
+def check(inputs, visibility, *, grad_out=None, softmax_scale=0.3) -> dict[str, Tensor]:
+    """Error against fp64 at most twice that of the plain formula in the same dtype, for out and every gradient."""
+    if grad_out is None:
+        grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grad_out = grad_out.to(inputs["query"].dtype)
+    exact = run(reference_attention, inputs, visibility, grad_out, dtype=torch.float64, softmax_scale=softmax_scale)
+    plain = run(plain_attention, inputs, visibility, grad_out, softmax_scale=softmax_scale)
+    got = run(flash_attention, inputs, visibility, grad_out, softmax_scale=softmax_scale)
+    eps = torch.finfo(inputs["query"].dtype).eps
+    for name, expected in exact.items():
+        assert got[name].shape == expected.shape
+        size = expected.norm()
+        # Where the plain formula happens to be exact, a rounding is allowed: of the result, and of the terms where
+        # these cancel (one visible key: dS = 0). Sums over rows keep fp32.
+        terms = grad_out.double().norm() * (abs(softmax_scale) if name in ("query", "key") else 1.0)
+        in_rows = name in ("alpha", "beta", "sink")
+        slack = eps * size + (EPS_ROWS if in_rows else eps if name in ("query", "key") else 0.0) * terms
+        bound = 2 * (plain[name].double() - expected).norm() + slack + 1e-12
+        error = (got[name].double() - expected).norm()
+        assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}, size {size:.3g}"
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_every_gradient(case: str, dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.float16 and case not in ("causal", "everything", "window"):
+        pytest.skip("fp16 in the interpreter: three cases, for time")
+    shape, options, parts = CASES[case]
+    inputs, visibility = make_inputs(shape, parts, dtype), make_visibility(shape, options)
+    assert why_not(**inputs, visibility=visibility) is None
+    check(inputs, visibility)
+
+
+@pytest.mark.parametrize("layout", ["heads last", "packed", "last dim strided", "odd offset", "expanded heads"])
+def test_any_strides(layout: str) -> None:
+    shape, _, parts = CASES["causal"]
+    inputs = make_inputs(shape, parts, torch.float32)
+
+    def lay_out(x: Tensor) -> Tensor:
+        if layout == "heads last":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "packed":
+            return torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+        if layout == "last dim strided":
+            return x.mT.contiguous().mT
+        if layout == "odd offset":
+            return torch.nn.functional.pad(x, (1, 0))[..., 1:]
+        return x[:, :1].expand(x.shape)
+
+    inputs |= {name: lay_out(inputs[name]) for name in ("query", "key", "value", "gate")}
+    inputs["alpha"] = inputs["alpha"].mT.contiguous().mT
+    check(inputs, make_visibility(shape, {"is_causal": True}))
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed"])
+def test_output_gradient_that_is_not_contiguous(kind: str) -> None:
+    shape, options, parts = CASES["causal"]
+    inputs = make_inputs(shape, parts, torch.float32)
+    ones = torch.ones((), device=DEVICE).expand(inputs["query"].shape)
+    check(
+        inputs, make_visibility(shape, options), grad_out=ones if kind == "expanded" else inputs["query"].mT.clone().mT
+    )
+
+
+@pytest.mark.parametrize("parts", ["ab", "absg"])
+def test_rows_that_see_nothing_are_zero(parts: str) -> None:
+    shape = (2, 2, 1, 40, 40, 8)
+    inputs = make_inputs(shape, parts, torch.float32)
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0] = False
+    got = check(inputs, Visibility(2, 40, 40, DEVICE, is_causal=True, key_mask=mask))
+    assert all(got[name][0].abs().max() == 0 for name in got if name != "sink")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", ["padding", "before the window", "other segment"])
+def test_broken_keys_that_nobody_sees_change_nothing(place: str, poison: float) -> None:
+    shape = (1, 2, 1, 40, 60, 8)
+    inputs = make_inputs(shape, "absg", torch.float32)
+    unseen = torch.zeros(1, 60, dtype=torch.bool, device=DEVICE)
+    if place == "before the window":
+        visibility = Visibility(1, 40, 60, DEVICE, is_causal=True, window=7)
+        unseen[:, :14] = True
+    elif place == "padding":
+        unseen[:, ::3] = True
+        visibility = Visibility(1, 40, 60, DEVICE, is_causal=True, key_mask=~unseen)
+    else:
+        unseen[:, 5:30] = True
+        ones = torch.ones(1, 40, dtype=torch.int64, device=DEVICE)
+        visibility = Visibility(1, 40, 60, DEVICE, query_segments=ones, key_segments=1 - unseen.long())
+    grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
+    clean = run(flash_attention, inputs, visibility, grad_out)
+    broken = {name: inputs[name].masked_fill(unseen[:, None, :, None], poison) for name in ("key", "value")}
+    for name, x in run(flash_attention, inputs | broken, visibility, grad_out).items():
+        assert torch.equal(x, clean[name]), name
+
+
+def test_a_broken_value_reaches_the_rows_that_see_it() -> None:
+    shape = (1, 1, 1, 40, 40, 8)
+    inputs = make_inputs(shape, "ab", torch.float32)
+    inputs["value"][0, 0, 21] = torch.nan
+    mask = torch.ones(1, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, 3] = False
+    out = flash_attention(
+        **inputs, visibility=Visibility(1, 40, 40, DEVICE, is_causal=True, key_mask=mask), softmax_scale=0.3
+    )
+    assert out[0, 0].isnan().all(-1).tolist() == [row >= 21 for row in range(40)]
+
+
+@pytest.mark.parametrize("softmax_scale", [-0.5, 0.0])
+def test_scales_that_are_not_positive(softmax_scale: float) -> None:
+    shape, options, parts = CASES["affine"]
+    check(make_inputs(shape, parts, torch.float32), make_visibility(shape, options), softmax_scale=softmax_scale)
+
+
+def test_registration() -> None:
+    shape, _, _ = CASES["sink"]
+    inputs = make_inputs(shape, "absg", torch.float32)
+    leaves = [inputs[name].requires_grad_() for name in NAMES]
+    torch.library.opcheck(flash_forward, (*leaves, None, None, None, True, None, 0.3, True))
+    leaves = [leaves[0], leaves[1], leaves[2], None, None, None, None]
+    mask = torch.ones(1, 33, dtype=torch.bool, device=DEVICE)
+    torch.library.opcheck(flash_forward, (*leaves, None, None, mask, True, 5, 0.3, True))
+
+
+def test_compiles_without_a_break() -> None:
+    shape, options, parts = CASES["causal"]
+    inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
+    grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    eager = run(flash_attention, inputs, visibility, grad_out)
+    for name, x in run(compiled, inputs, visibility, grad_out).items():
+        assert torch.equal(x, eager[name]), name
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    shape, _, _ = CASES["sink"]
+    inputs = make_inputs(shape, "ab", torch.float32)
+    _, softmax_out, _ = flash_forward(*(inputs[name] for name in NAMES), None, None, None, True, None, 0.3, False)
+    assert softmax_out.numel() == 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 160, 256])
+def test_every_shipped_configuration(dim: int, dtype: torch.dtype) -> None:
+    shape = (2, 4, 2, 301, 301, dim)
+    visibility = make_visibility(shape, {"is_causal": True})
+    check(make_inputs(shape, "ab", dtype), visibility, softmax_scale=dim**-0.5)
+    check(make_inputs(shape, "absg", dtype), make_visibility(shape, {"window": 90}), softmax_scale=dim**-0.5)
+    padded = make_visibility(shape, {"is_causal": True, "padding": "right", "segments": "sorted"})
+    check(make_inputs(shape, "absg", dtype), padded, softmax_scale=dim**-0.5)
+
+
+@needs_gpu
+def test_a_thousand_launches_are_bit_identical() -> None:
+    shape = (2, 4, 2, 300, 300, 64)
+    inputs, visibility = make_inputs(shape, "absg", torch.bfloat16), make_visibility(shape, {"is_causal": True})
+    grad_out = torch.randn(inputs["query"].shape, device=DEVICE)
+    first = run(flash_attention, inputs, visibility, grad_out)
+    for _ in range(1000):
+        for name, x in run(flash_attention, inputs, visibility, grad_out).items():
+            assert torch.equal(x, first[name]), name
+
+
+@needs_gpu
+def test_offsets_beyond_32_bits() -> None:
+    shape = (1, 2, 1, 300, 300, 64)
+    inputs, visibility = make_inputs(shape, "absg", torch.bfloat16), make_visibility(shape, {"is_causal": True})
+    far = inputs | {name: _spread(inputs[name]) for name in ("query", "key", "value")}
+    grad_out = torch.randn(inputs["query"].shape, device=DEVICE)
+    expected = run(flash_attention, inputs, visibility, grad_out)
+    for name, x in run(flash_attention, far, visibility, grad_out).items():
+        assert torch.equal(x, expected[name]), name
+
+
+def _spread(x: Tensor) -> Tensor:
+    """x with rows so far apart that the last lies beyond 2^31 elements."""
+    row = 2**31 // (x.shape[2] - 2) // 8 * 8
+    storage = x.new_empty((x.shape[2] - 1) * row + x.shape[1] * x.shape[3])
+    return storage.as_strided(x.shape, (x.shape[3], x.shape[3], row, 1)).copy_(x)
