@@ -212,7 +212,7 @@ def _lay_out(inputs: Inputs, case: Case) -> Inputs:
 def run(inputs: Inputs, impl: str = "auto") -> dict[str, Tensor]:
     """The output ("out") and the gradient of every tensor that is there, by name."""
     leaves = inputs.leaves()
-    rows = {name: leaves.get(name) for name in ("alpha", "beta", "sink", "gate")}
+    rows: dict[str, Any] = {name: leaves.get(name) for name in ("alpha", "beta", "sink", "gate")}
     out = attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible, impl=impl)
     return _with_gradients(out, leaves, inputs.grad_out)
 

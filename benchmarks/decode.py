@@ -85,15 +85,19 @@ def functions_of(shape: Shape) -> dict[str, Callable[[], object]]:
     return graphs
 
 
+def copy_bandwidth() -> float:
+    """Bytes read plus written in a second by a copy of 1 GiB on the device."""
+    source = torch.randint(0, 100, (2**30,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_seconds({"copy": lambda: target.copy_(source)}, 15, "cuda")["copy"]
+
+
 @torch.no_grad()
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.decode needs a CUDA GPU, and torch sees none")
-    source = torch.randint(0, 100, (2**30,), dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / median_seconds({"copy": lambda: target.copy_(source)}, 15, "cuda")["copy"]
-    del source, target
+    copy = copy_bandwidth()
     rows = []
     for shape in SHAPES:
         size = 2 * shape.batch * shape.groups * shape.keys * shape.dim * 2
