@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study test test-all lint accuracy benchmark wheel clean
+.PHONY: study test test-all lint accuracy benchmark sanitize wheel clean
 
 study: $(READY)
 	$(RUN) -m examples.compare_mechanisms
@@ -25,6 +25,12 @@ accuracy: $(READY)
 
 benchmark: $(READY)
 	$(RUN) -m benchmarks.attention
+
+# Needs a CUDA GPU and NVIDIA's compute-sanitizer.
+sanitize: $(READY)
+	for tool in memcheck racecheck initcheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(RUN) -m tests.ops.fused.sanitize || exit 1; done
 
 wheel: $(READY)
 	$(RUN) -m build --wheel --no-isolation

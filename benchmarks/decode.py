@@ -78,7 +78,8 @@ def functions_of(shape: Shape) -> dict[str, Callable[[], object]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        graphs[name] = graph.replay
+        # The graph holds addresses only: the step, and with it the tensors, must live as long.
+        graphs[name] = lambda graph=graph, step=step: graph.replay()
     graphs["affine, eager"] = steps["affine"]
     if shape.queries == 1:
         graphs["plain SDPA, eager"] = lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)

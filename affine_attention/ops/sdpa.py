@@ -9,6 +9,7 @@ A kernel gets a bias (0 or -inf, broadcastable to [B, H, T, S]) or none, and `is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,9 @@ class CudaEfficient(Kernel):
         groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         lse = pad(lse, (0, rows - lse.shape[2]), value=torch.inf)
+        # In half precision the kernel computes delta itself and takes `out` to lie in memory as [B, T, H, D], whatever
+        # its strides say: otherwise the gradients of query and key are wrong without a word.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out, query, key, value, _full_bias(bias, query, key), out, lse, seed, offset, 0.0,
             [True, True, True, False], is_causal, scale=softmax_scale,
@@ -221,7 +225,10 @@ def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -
     return PLAIN, "; ".join(refusals) or f"no fused kernel for device {query.device.type}"
 
 
-def _cuda_allows(rule, query: Tensor, key: Tensor, is_causal: bool) -> bool:
+def _cuda_allows(rule: Callable[..., bool], query: Tensor, key: Tensor, is_causal: bool) -> bool:
+    if torch.compiler.is_compiling():
+        # PyTorch's own question cannot be asked inside a graph: the memory-efficient kernel takes the most.
+        return rule is can_use_efficient_attention and query.dtype != torch.float64
     params = SDPAParams(query, key, key, None, 0.0, is_causal, query.shape[1] != key.shape[1])
     return bool(rule(params, False))
 

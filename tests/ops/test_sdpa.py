@@ -29,6 +29,7 @@ def test_forward_and_backward_equal_autograd(kernel, device, is_causal, has_bias
     bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf) if has_bias else None
 
     out, lse, kept = kernel.forward(query, key, value, bias, is_causal, 0.3)
+    out = out.contiguous()  # callers may lay it out anew before they hand it back
     if sink is not None:  # a larger softmax: out and lse with one more term in the denominator
         larger = torch.logaddexp(lse, torch.tensor(sink, device=device))
         out, lse = (out * torch.exp(lse - larger)[..., None]).to(dtype), larger

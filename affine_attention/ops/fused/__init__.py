@@ -1,1 +1,30 @@
-"""Triton kernels of the operator; imported on first use."""
+"""Triton kernels of the operator; Triton is imported on first use.
+
+What decides whether they can run is asked once here, in forms that a compiled graph can take as constants.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton's interpreter runs the kernels on the CPU: slow, for tests.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def capability(device_index: int) -> tuple[int, int]:
+    """The compute capability of a CUDA GPU."""
+    return torch.cuda.get_device_capability(device_index)
+
+
+# What torch.compiler.assume_constant_result sets; calling it here would load the compiler with every import.
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def capability_of(x: torch.Tensor) -> tuple[int, int]:
+    """The compute capability of the GPU that holds a CUDA tensor."""
+    index = x.device.index
+    return capability(0 if index is None else index)

@@ -3,20 +3,18 @@
 Rules, in this order (docs/kernels.md has the measurements):
 - decode: up to 16 queries and no gradient, against more keys than queries: one pass over the cache, split over keys;
 - cudnn: plain causal or full attention in bf16 or fp16 on compute capability 9.0 and newer, where cuDNN between fused
-  passes is the fastest that was measured;
+  passes is the fastest that was measured (not under torch.use_deterministic_algorithms: its backward is not);
 - flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..visibility import Visibility
+from . import HAS_TRITON, INTERPRETED, capability_of
 
 CUDNN_CAPABILITY = (9, 0)
 
@@ -33,11 +31,9 @@ def choose_fused(
     visibility: Visibility,
 ) -> tuple[str | None, str]:
     """(the kernel, why), or (None, the reason why no fused kernel can serve the call)."""
-    # Triton's interpreter runs the kernels on the CPU: slow, for tests.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if query.device.type != "cuda" and not interpreted:
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return None, f"needs a CUDA GPU, got {query.device.type} tensors"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return None, "needs Triton, which is not installed"
     from . import cudnn, decode, flash
 
@@ -48,7 +44,7 @@ def choose_fused(
         if reason is None:
             return "decode", f"{visibility.num_queries} queries against {visibility.num_keys} keys, no gradient"
         refusals.append(f"decode {reason}")
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= CUDNN_CAPABILITY:
+    if query.device.type == "cuda" and capability_of(query) >= CUDNN_CAPABILITY:
         reason = cudnn.why_not(query, key, value, **call)
         if reason is None:
             return "cudnn", "plain causal or full attention: cuDNN between fused passes is the fastest measured"

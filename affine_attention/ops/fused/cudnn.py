@@ -11,7 +11,7 @@ that compiled graphs hold it in one piece.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
@@ -32,6 +32,8 @@ STAND_IN = CpuFlash("cpu_flash")
 # and each thread has several 16-byte loads under way.
 TILE = 2048  # elements
 ELEMENTS, SUM_ELEMENTS = 32, 64  # of a tile, to a thread; the block sums keep no tile in registers
+# Which of two neighbours in time is launched first; what comes second fills the processors that the first leaves idle.
+SUMS_FIRST, PROLOGUE_FIRST = True, True
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
 
 
@@ -70,6 +72,11 @@ def why_not(
         )
     if query.shape[1] % key.shape[1]:
         return f"query heads must be a multiple of key-value heads, got H = {query.shape[1]} and G = {key.shape[1]}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "cuDNN's backward is not deterministic, and torch.use_deterministic_algorithms asks for that"
+    if torch.compiler.is_compiling():
+        # PyTorch's own question cannot be asked inside a graph: only what is known to be taken.
+        return None if query.shape[-1] <= 128 else "is used up to head dim 128 in compiled graphs"
     return CUDNN.why_not(_like_packed(query), _like_packed(key), False, visibility.is_causal)
 
 
@@ -118,12 +125,13 @@ def _forward(
     if alpha is None and beta is None and sink is None and gate is None:
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
-    side = Side(query.device)
     table = torch.empty(0 if beta is None else _table_shape(value), dtype=torch.float32, device=query.device)
-    if beta is not None:
-        with side:
-            _fill_sum_table(table, value)
+    side = Side(query.device)
+    if beta is not None and SUMS_FIRST:
+        side.run(lambda: _fill_sum_table(table, value))
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
+    if beta is not None and not SUMS_FIRST:
+        side.run(lambda: _fill_sum_table(table, value))
     side.join()
     out = core if alpha is None and beta is None and gate is None else torch.empty_like(core)
     # The heads of a group share their sum of V; without beta there is none to share.
@@ -202,9 +210,9 @@ def _backward(
     side = Side(query.device)
     if grad_core is not None:
         run_prologue()  # cuDNN waits for what it writes
-    elif alpha is not None or beta is not None or sink is not None:
-        with side:
-            run_prologue()
+    beside = grad_core is None and (alpha is not None or beta is not None or sink is not None)
+    if beside and PROLOGUE_FIRST:
+        side.run(run_prologue)
     # B5: dividing exp(lse) by alpha multiplies cuDNN's weights by it; alpha = 0 gives +inf, and weights of 0.
     core_lse = lse
     if by_lse and alpha is not None:
@@ -212,6 +220,8 @@ def _backward(
     grad_query, grad_key, grad_value = _attend_backward(
         grad_out if grad_core is None else grad_core, query, key, value, core, core_lse, is_causal, softmax_scale
     )
+    if beside and not PROLOGUE_FIRST:
+        side.run(run_prologue)
     side.join()
     if sink is not None and parts is not None:
         grad_sink = parts.sum((0, 2)).to(sink.dtype)
@@ -286,7 +296,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Side:
-    """What is launched inside `with side:` runs beside what the current stream does next, until `join`.
+    """Runs work beside what the current stream does between the making of a Side and its `join`.
 
     The passes are bound by memory and cuDNN by arithmetic: side by side they cost little more than cuDNN alone. Tensors
     are made before the fork and die after the join, so the allocator sees one stream only.
@@ -294,20 +304,20 @@ class Side:
 
     def __init__(self, device: torch.device):
         self.stream = _side_stream(device) if device.type == "cuda" else None
-        self.context: Any = None
+        self.fork = torch.cuda.current_stream(device).record_event() if self.stream is not None else None
+        self.used = False
 
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            self.context = torch.cuda.stream(self.stream)
-            self.context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.context is not None:
-            self.context.__exit__(*error)
+    def run(self, work: Callable[[], None]) -> None:
+        if self.stream is None or self.fork is None:
+            work()
+            return
+        self.stream.wait_event(self.fork)
+        with torch.cuda.stream(self.stream):
+            work()
+        self.used = True
 
     def join(self) -> None:
-        if self.context is not None and self.stream is not None:
+        if self.stream is not None and self.used:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
 from ..visibility import Visibility
+from . import HAS_TRITON, INTERPRETED, capability_of
 from .flash_op import flash_forward
 
 MAX_HEAD_DIM = 256
@@ -28,14 +26,12 @@ def why_not(
     visibility: Visibility,
 ) -> str | None:
     """The reason why the fused kernels cannot serve this call, None when they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "needs Triton, which is not installed"
-    # Triton's interpreter runs the kernels on the CPU: slow, for tests.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if query.device.type != "cuda" and not (interpreted and query.device.type == "cpu"):
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"needs a CUDA GPU, got {query.device.type} tensors"
-    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < MIN_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(query.device)
+    if query.device.type == "cuda" and capability_of(query) < MIN_CAPABILITY:
+        major, minor = capability_of(query)
         return f"needs a GPU of compute capability 8.0 or newer, got {major}.{minor}"
     if query.dtype not in DTYPES:
         return f"takes bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
