@@ -219,21 +219,22 @@ def main() -> None:
     shapes = CPU_SHAPES if options.device == "cpu" else CUDA_SHAPES
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     rounds = options.rounds or (5 if options.device == "cpu" else 60)
-    rows = []
-    for shape in shapes:
-        if options.shapes is None or shape.name in options.shapes:
-            rows += measure(shape, options.device, dtype, rounds, not options.no_rivals, not options.no_naive)
-            print("\n".join(" | ".join(row) for row in rows[-12:]), flush=True)
+    rows: list[list[str]] = []
     columns = ["shape", "function", "fwd ms", "TFLOP/s", "x plain", "fwd+bwd ms", "TFLOP/s", "x plain",
                "peak MiB", "x plain", "ran on"]  # fmt: skip
-    lines = [
-        f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} turns. TFLOP/s counts 2 B H T² D for a "
-        "forward and 3.5 times that with the backward. Peak memory is that of forward and backward beyond the inputs. "
-        "Ratios are to the best plain SDPA backend of the same run.",
-        "",
-        *table(columns, rows),
-    ]
-    write("attention", options.device, "Attention: time and memory beside plain SDPA", lines)
+    chosen = [shape for shape in shapes if options.shapes is None or shape.name in options.shapes]
+    for shape in chosen:
+        rows += measure(shape, options.device, dtype, rounds, not options.no_rivals, not options.no_naive)
+        lines = [
+            f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} turns. TFLOP/s counts 2 B H T² D for a "
+            "forward and 3.5 times that with the backward. Peak memory is that of forward and backward beyond the "
+            "inputs. Ratios are to the best plain SDPA backend of the same run.",
+            "",
+            *table(columns, rows),
+        ]
+        # Written after each shape: a long run that is cut short keeps what it has.
+        title = "Attention: time and memory beside plain SDPA"
+        write("attention", options.device, title, lines, echo=shape is chosen[-1])
 
 
 if __name__ == "__main__":

@@ -40,16 +40,17 @@ def header(device: str) -> list[str]:
     ]
 
 
-def write(what: str, device: str, title: str, lines: list[str]) -> Path:
-    """Writes and prints the result; returns the path."""
+def write(what: str, device: str, title: str, lines: list[str], echo: bool = True) -> Path:
+    """Writes and, with `echo`, prints the result; returns the path."""
     text = "\n".join([f"# {title}", "", *header(device), *lines]) + "\n"
     kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-") if device == "cuda" else "cpu"
     folder = Path(os.environ.get("AFFINE_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{what}_{kind}_{datetime.date.today().isoformat()}.md"
     path.write_text(text)
-    print(text)
-    print(f"written to {path}")
+    if echo:
+        print(text)
+        print(f"written to {path}")
     return path
 
 
