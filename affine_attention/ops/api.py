@@ -211,7 +211,7 @@ def _check_impl(impl: Any) -> None:
 def _follow_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Lowers fp32 tensors to autocast's dtype, as PyTorch does for its own attention."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors have no autocast
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)

@@ -15,16 +15,17 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def capability(device_index: int) -> tuple[int, int]:
-    """The compute capability of a CUDA GPU."""
-    return torch.cuda.get_device_capability(device_index)
+def capability(device_index: int) -> int:
+    """The compute capability of a CUDA GPU, 90 for 9.0: a number, since a graph does not compare tuples."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
 
 
 # What torch.compiler.assume_constant_result sets; calling it here would load the compiler with every import.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def capability_of(x: torch.Tensor) -> tuple[int, int]:
+def capability_of(x: torch.Tensor) -> int:
     """The compute capability of the GPU that holds a CUDA tensor."""
     index = x.device.index
     return capability(0 if index is None else index)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..visibility import Visibility
 from . import HAS_TRITON, INTERPRETED, capability_of
 
-CUDNN_CAPABILITY = (9, 0)
+CUDNN_CAPABILITY = 90
 
 
 def choose_fused(

@@ -32,8 +32,6 @@ STAND_IN = CpuFlash("cpu_flash")
 # and each thread has several 16-byte loads under way.
 TILE = 2048  # elements
 ELEMENTS, SUM_ELEMENTS = 32, 64  # of a tile, to a thread; the block sums keep no tile in registers
-# Which of two neighbours in time is launched first; what comes second fills the processors that the first leaves idle.
-SUMS_FIRST, PROLOGUE_FIRST = True, True
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
 
 
@@ -127,10 +125,8 @@ def _forward(
         return core, core.new_empty(0), lse, lse.new_empty(0)
     table = torch.empty(0 if beta is None else _table_shape(value), dtype=torch.float32, device=query.device)
     side = Side(query.device)
-    if beta is not None and SUMS_FIRST:
-        side.run(lambda: _fill_sum_table(table, value))
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
-    if beta is not None and not SUMS_FIRST:
+    if beta is not None:
         side.run(lambda: _fill_sum_table(table, value))
     side.join()
     out = core if alpha is None and beta is None and gate is None else torch.empty_like(core)
@@ -210,9 +206,6 @@ def _backward(
     side = Side(query.device)
     if grad_core is not None:
         run_prologue()  # cuDNN waits for what it writes
-    beside = grad_core is None and (alpha is not None or beta is not None or sink is not None)
-    if beside and PROLOGUE_FIRST:
-        side.run(run_prologue)
     # B5: dividing exp(lse) by alpha multiplies cuDNN's weights by it; alpha = 0 gives +inf, and weights of 0.
     core_lse = lse
     if by_lse and alpha is not None:
@@ -220,7 +213,7 @@ def _backward(
     grad_query, grad_key, grad_value = _attend_backward(
         grad_out if grad_core is None else grad_core, query, key, value, core, core_lse, is_causal, softmax_scale
     )
-    if beside and not PROLOGUE_FIRST:
+    if grad_core is None and (alpha is not None or beta is not None or sink is not None):
         side.run(run_prologue)
     side.join()
     if sink is not None and parts is not None:

@@ -11,7 +11,7 @@ from .flash_op import flash_forward
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MIN_CAPABILITY = (8, 0)
+MIN_CAPABILITY = 80
 
 
 def why_not(
@@ -31,8 +31,7 @@ def why_not(
     if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"needs a CUDA GPU, got {query.device.type} tensors"
     if query.device.type == "cuda" and capability_of(query) < MIN_CAPABILITY:
-        major, minor = capability_of(query)
-        return f"needs a GPU of compute capability 8.0 or newer, got {major}.{minor}"
+        return f"needs a GPU of compute capability 8.0 or newer, got {capability_of(query) / 10}"
     if query.dtype not in DTYPES:
         return f"takes bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
     if not query.dtype == key.dtype == value.dtype:
