@@ -20,6 +20,7 @@ from .nn import PRESETS, Mechanism
 from .ops import attention
 from .ops.dtypes import row_dtype
 from .ops.validation import check_visibility
+from .ops.visibility import Visibility
 
 MAX_ERROR_RATIO = 2.0
 ENOUGH_ROWS, MOST_REPEATS = 2048, 16
@@ -231,53 +232,66 @@ def run_plain(inputs: Inputs) -> list[dict[str, Tensor]]:
     return results
 
 
-def naive_attention(leaves: dict[str, Tensor], visible: dict[str, Any]) -> Tensor:
-    """[alpha softmax(Q K^T / sqrt(d)) + beta] V as the paper writes it: T x S weights in the inputs' dtype."""
+def naive_attention(
+    leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility, softmax_scale: float | None = None
+) -> Tensor:
+    """[alpha softmax(Q K^T / sqrt(d)) + beta] V as the paper writes it: T x S weights in the dtype of query."""
     query, key, value, seen = _plain_inputs(leaves, visible)
-    scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(~seen, -torch.inf)
-    if "sink" in leaves:
-        sink = leaves["sink"][:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+    rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = (query @ key.mT * scale).masked_fill(~seen, -torch.inf)
+    if "sink" in rows:
+        sink = rows["sink"][:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
         weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores.masked_fill(~seen.any(-1, keepdim=True), 0), -1)
-    if "alpha" in leaves:
-        weights = leaves["alpha"][..., None] * weights
-    if "beta" in leaves:
-        weights = weights + leaves["beta"][..., None]
+    if "alpha" in rows:
+        weights = rows["alpha"][..., None] * weights
+    if "beta" in rows:
+        weights = weights + rows["beta"][..., None]
     out = weights.masked_fill(~seen, 0) @ value
-    return leaves["gate"] * out if "gate" in leaves else out
+    return rows["gate"] * out if "gate" in rows else out
 
 
-def sdpa_attention(leaves: dict[str, Tensor], visible: dict[str, Any]) -> Tensor:
+def sdpa_attention(
+    leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility, softmax_scale: float | None = None
+) -> Tensor:
     """The same with PyTorch's attention for the softmax part; a sink is one more key of zeros with a bias."""
     query, key, value, seen = _plain_inputs(leaves, visible)
+    rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
     batch, heads, queries, _ = query.shape
     bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
     bias = bias.expand(batch, heads, queries, key.shape[2])
     softmax_key, softmax_value = key, value
-    if "sink" in leaves:
+    if "sink" in rows:
         softmax_key, softmax_value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-        sink = leaves["sink"].to(query.dtype)[None, :, None, None].expand(batch, heads, queries, 1)
+        sink = rows["sink"][None, :, None, None].expand(batch, heads, queries, 1)
         bias = torch.cat([bias, sink], -1)
     else:
         bias = bias.masked_fill(~seen.any(-1, keepdim=True), 0)
     if queries and softmax_key.shape[2]:
-        out = torch.nn.functional.scaled_dot_product_attention(query, softmax_key, softmax_value, attn_mask=bias)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, softmax_key, softmax_value, attn_mask=bias, scale=softmax_scale
+        )
     else:
         out = query * 0  # the kernel does not survive empty tensors
     out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
-    if "alpha" in leaves:
-        out = leaves["alpha"][..., None] * out
-    if "beta" in leaves:
-        out = out + leaves["beta"][..., None] * (seen.to(query.dtype) @ value)
-    return leaves["gate"] * out if "gate" in leaves else out
+    if "alpha" in rows:
+        out = rows["alpha"][..., None] * out
+    if "beta" in rows:
+        out = out + rows["beta"][..., None] * (seen.to(query.dtype) @ value)
+    return rows["gate"] * out if "gate" in rows else out
 
 
-def _plain_inputs(leaves: dict[str, Tensor], visible: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plain_inputs(
+    leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key and value with heads repeated, and the dense mask."""
     query, key, value = leaves["query"], leaves["key"], leaves["value"]
-    options = {"mask": None, "is_causal": False, "window": None, "segment_ids": None} | visible
-    seen = check_visibility(query, key, **options).dense()
+    if not isinstance(visible, Visibility):
+        options = {"mask": None, "is_causal": False, "window": None, "segment_ids": None} | visible
+        visible = check_visibility(query, key, **options)
+    seen = visible.dense()
     repeats = query.shape[1] // key.shape[1]
     return query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), seen
 
@@ -309,6 +323,15 @@ def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
                 own[name] += _distance(result[name], truth) ** 2
                 units[name] = [a + b**2 for a, b in zip(units.get(name, [0.0] * 3), found, strict=True)]
     return {name: math.sqrt(own[name] / max(units[name])) for name in units}
+
+
+def error_ratio(result: Tensor, plain: list[Tensor], truth: Tensor, terms: int = 1) -> float:
+    """Error of one tensor over that of plain PyTorch; `terms` numbers of order 1 are summed in each of its elements."""
+    if not truth.numel():
+        return 0.0
+    return _distance(result, truth) / max(
+        *(_distance(x, truth) for x in plain), _resolution(truth, result.dtype, max(terms, 1))
+    )
 
 
 def _distance(x: Tensor, truth: Tensor) -> float:

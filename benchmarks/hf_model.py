@@ -1,6 +1,6 @@
 """Times forward + backward of a 30M llama with a mechanism against the same model on plain SDPA, in one run.
 
-    python -m benchmarks.hf_model [--mechanisms affine affine_gated] [--batch 2] [--length 512] [--rounds 9]
+    python -m benchmarks.hf_model [--mechanisms affine affine_gated] [--batch 2] [--length 512] [--rounds 9] [--write]
 
 Both models have the same weights, take turns (medians), and compute the same loss. Bar for "affine": 1.10.
 """
@@ -16,6 +16,7 @@ import torch
 from affine_attention import Mechanism
 from affine_attention.hf import attach, detach, student
 from benchmarks.measure import median_seconds
+from benchmarks.results_file import table, write
 
 BAR = 1.10
 
@@ -47,15 +48,23 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
     given = parser.parse_args()
     seconds = measure(given.mechanisms, given.batch, given.length, given.rounds, given.device)
     base = seconds["plain SDPA"]
-    print(f"llama-30m, batch {given.batch}, {given.length} tokens, {given.device}, {torch.get_num_threads()} threads")
-    for name, each in seconds.items():
-        print(f"{name:14s} {each * 1e3:8.1f} ms   x{each / base:.3f}")
+    rows = [[name, f"{each * 1e3:.1f}", f"{each / base:.3f}"] for name, each in seconds.items()]
+    lines = [
+        f"llama-30m, batch {given.batch}, {given.length} tokens, median of {given.rounds} rounds in turn.",
+        "",
+        *table(["model", "forward + backward, ms", "over plain SDPA"], rows),
+    ]
     if "affine" in seconds:
         verdict = "within" if seconds["affine"] <= BAR * base else "OVER"
-        print(f"affine is {verdict} the bar of x{BAR:.2f}")
+        lines += ["", f"affine is {verdict} the bar of {BAR:.2f}."]
+    if given.write:
+        write("hf-model", given.device, "An attached model against plain SDPA", lines)
+    else:
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

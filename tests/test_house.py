@@ -151,3 +151,10 @@ def test_no_machine_paths_in_tracked_files():
         path = ROOT / name
         if path.suffix in (".py", ".md", ".toml", ".txt") and path.name != "test_house.py" and "data" not in path.parts:
             assert not home.search(path.read_text()), name
+
+
+def test_the_numbers_in_the_readme_are_those_of_the_newest_results():
+    from benchmarks.readme import rewritten
+
+    readme = (ROOT / "README.md").read_text()
+    assert rewritten(readme) == readme, "run python -m benchmarks.readme"

@@ -89,3 +89,15 @@ def test_rows_may_be_better_than_the_query():
     alpha = torch.rand(1, 2, 3)
     out = attention(x, x, x, alpha=alpha, beta=alpha.double(), sink=torch.zeros(2), gate=torch.rand(1, 2, 3, 8))
     assert out.dtype == torch.bfloat16
+
+
+def test_a_softmax_scale_that_is_traced_does_not_break_the_graph():
+    """Under dynamic=True a float attribute of a module becomes symbolic, and math.isfinite cannot take it."""
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda x, scale: attention(x, x, x, is_causal=True, softmax_scale=scale),
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    x = torch.randn(1, 2, 5, 8)
+    for scale in (0.3, 0.7):
+        torch.testing.assert_close(call(x, scale), attention(x, x, x, is_causal=True, softmax_scale=scale))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from affine_attention.ops.fused import flash
 from affine_attention.ops.fused.configs import HOPPER, UNIVERSAL, table_config
 from affine_attention.ops.fused.flash import why_not
 from affine_attention.ops.visibility import Visibility
@@ -32,7 +33,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 def refusal(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = True, dim: int = 8, **changes) -> str | None:
     """`why_not` of a small call that the interpreter could serve, with one thing changed."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    monkeypatch.setattr(flash, "INTERPRETED", interpreted)
     x = torch.zeros(1, 1, 4, dim)
     inputs = {"query": x, "key": x, "value": x} | {name: v for name, v in changes.items() if name != "visibility"}
     visibility = Visibility(1, 4, 4, x.device, **changes.get("visibility", {}))

@@ -16,6 +16,7 @@ from affine_attention.ops.fused.flash import flash_attention, why_not
 from affine_attention.ops.fused.flash_op import flash_forward
 from affine_attention.ops.reference import reference_attention
 from affine_attention.ops.visibility import Visibility
+from affine_attention.testing import MAX_ERROR_RATIO, error_ratio, naive_attention, sdpa_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -26,7 +27,6 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # bf16 products are wrong in the interpreter, without an error.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 NAMES = ("query", "key", "value", "alpha", "beta", "sink", "gate")
-EPS_ROWS = torch.finfo(torch.float32).eps
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 # name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, Gate
@@ -96,29 +96,20 @@ def make_visibility(shape: tuple[int, ...], options: dict[str, object], seed: in
     return Visibility(batch, queries, keys, DEVICE, **options)
 
 
-def plain_attention(*, query, key, value, alpha, beta, sink, gate, visibility, softmax_scale) -> Tensor:
-    """The formula as one writes it in PyTorch, all of it in the dtype of the inputs: whose error is the yardstick."""
-    dtype, group = query.dtype, query.shape[1] // key.shape[1]
-    visible = visibility.dense()
-    scores = query @ key.repeat_interleave(group, 1).mT * softmax_scale
-    largest = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
-    weights = torch.exp(scores - largest).masked_fill(~visible, 0)
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + torch.exp(sink.to(dtype)[:, None, None] - largest)
-    weights = weights / total.masked_fill(total == 0, 1)
-    weights = weights if alpha is None else weights * alpha.to(dtype)[..., None]
-    weights = weights if beta is None else weights + beta.to(dtype)[..., None].masked_fill(~visible, 0)
-    out = weights @ value.repeat_interleave(group, 1)
-    return out if gate is None else out * gate
+def plain(formula):
+    """A yardstick of `affine_attention.testing` with the arguments of the kernels."""
+    return lambda *, visibility, softmax_scale, **inputs: formula(
+        {n: x for n, x in inputs.items() if x is not None}, visibility, softmax_scale
+    )
 
 
 def run(function, inputs, visibility, grad_out, *, dtype=None, softmax_scale=0.3) -> dict[str, Tensor]:
     """The output and the gradients of all inputs that are there."""
     leaves = {name: x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for name, x in inputs.items()}
     out = function(**leaves, visibility=visibility, softmax_scale=softmax_scale)
-    out.backward(grad_out.to(out.dtype))
-    return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x is not None}
+    given = {name: x for name, x in leaves.items() if x is not None}
+    grads = torch.autograd.grad(out, list(given.values()), grad_out.to(out.dtype), materialize_grads=True)
+    return {"out": out.detach(), **dict(zip(given, grads, strict=True))}
 
 
 def check(inputs, visibility, *, grad_out=None, softmax_scale=0.3) -> dict[str, Tensor]:
@@ -127,20 +118,16 @@ def check(inputs, visibility, *, grad_out=None, softmax_scale=0.3) -> dict[str, 
         grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     grad_out = grad_out.to(inputs["query"].dtype)
     exact = run(reference_attention, inputs, visibility, grad_out, dtype=torch.float64, softmax_scale=softmax_scale)
-    plain = run(plain_attention, inputs, visibility, grad_out, softmax_scale=softmax_scale)
+    plains = [
+        run(plain(formula), inputs, visibility, grad_out, softmax_scale=softmax_scale)
+        for formula in (naive_attention, sdpa_attention)
+    ]
     got = run(flash_attention, inputs, visibility, grad_out, softmax_scale=softmax_scale)
-    eps = torch.finfo(inputs["query"].dtype).eps
+    rows = visibility.batch * visibility.num_queries
     for name, expected in exact.items():
         assert got[name].shape == expected.shape
-        size = expected.norm()
-        # Where the plain formula happens to be exact, a rounding is allowed: of the result, and of the terms where
-        # these cancel (one visible key: dS = 0). Sums over rows keep fp32.
-        terms = grad_out.double().norm() * (abs(softmax_scale) if name in ("query", "key") else 1.0)
-        in_rows = name in ("alpha", "beta", "sink")
-        slack = eps * size + (EPS_ROWS if in_rows else eps if name in ("query", "key") else 0.0) * terms
-        bound = 2 * (plain[name].double() - expected).norm() + slack + 1e-12
-        error = (got[name].double() - expected).norm()
-        assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}, size {size:.3g}"
+        ratio = error_ratio(got[name], [each[name] for each in plains], expected, rows if name == "sink" else 1)
+        assert ratio <= MAX_ERROR_RATIO, f"{name}: error ratio {ratio:.2f}"
     return got
 
 
