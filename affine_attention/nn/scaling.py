@@ -61,6 +61,7 @@ class AffineScale(nn.Module):
 
     running_alpha: Tensor
     collected: Tensor
+    shard_mesh: Any = None  # the ranks that hold the other heads, under tensor parallelism
 
     def __init__(
         self,
@@ -174,6 +175,11 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
     parts = [torch.zeros_like(s.collected) if s.collected.grad is None else s.collected.grad for s in scales]
     stacked = torch.cat([part.to(parts[0].device) for part in parts])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        if group is None and any(s.shard_mesh is not None for s in scales):
+            raise ValueError(
+                "group is missing: under tensor parallelism ranks hold different heads, whose averages must not be "
+                "mixed; pass the ranks that hold different data, affine_attention.hf.data_parallel_group(model)"
+            )
         dist.all_reduce(stacked, group=group)
     for scale, part in zip(scales, stacked.split([len(part) for part in parts]), strict=True):
         running = scale.running_alpha

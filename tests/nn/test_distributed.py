@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from affine_attention import commit_running_alpha
 
@@ -48,30 +50,36 @@ def ragged_batch():
 
 
 def worker(rank: int, world: int, port: int, kind: str, folder: str) -> None:
+    in_group(rank, world, port, lambda: train_rank(rank, world, kind, folder))
+
+
+def in_group(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
+    """Runs `work` in a process group; what it makes must be gone before the group is, or destroying it hangs."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        inner = make_model()
-        if "checkpoint" in kind:
-            inner.reentrant = False
-        tokens, mask = (x.chunk(world)[rank] for x in ragged_batch())
-        parts = 2 if "accumulate" in kind else 1
-        batches = list(zip(tokens.chunk(parts), mask.chunk(parts), strict=True))
-        if kind.startswith("ddp"):
-            model = torch.nn.parallel.DistributedDataParallel(inner, broadcast_buffers="buffers" in kind)
-        else:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = init_device_mesh("cpu", (world,))
-            for layer in inner.layers:
-                fully_shard(layer, mesh=mesh)
-            model = fully_shard(inner, mesh=mesh)
-        losses, averages = train(model, batches, inner, world)
-        torch.save({"losses": losses, "averages": averages}, f"{folder}/{rank}.pt")
+        work()
     finally:
         dist.destroy_process_group()
+
+
+def train_rank(rank: int, world: int, kind: str, folder: str) -> None:
+    inner = make_model()
+    if "checkpoint" in kind:
+        inner.reentrant = False
+    tokens, mask = (x.chunk(world)[rank] for x in ragged_batch())
+    parts = 2 if "accumulate" in kind else 1
+    batches = list(zip(tokens.chunk(parts), mask.chunk(parts), strict=True))
+    if kind.startswith("ddp"):
+        model = torch.nn.parallel.DistributedDataParallel(inner, broadcast_buffers="buffers" in kind)
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in inner.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(inner, mesh=mesh)
+    losses, averages = train(model, batches, inner, world)
+    torch.save({"losses": losses, "averages": averages}, f"{folder}/{rank}.pt")
 
 
 def free_port() -> int:
@@ -114,14 +122,12 @@ def test_a_rank_without_tokens_still_takes_part(tmp_path: Path):
 
 
 def lonely_worker(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        model = copy.deepcopy(make_model())
-        if rank == 0:
-            summed_loss(model, *ragged_batch()).backward()
-        commit_running_alpha(model)
-        torch.save(running_alphas(model), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    in_group(rank, world, port, lambda: commit_alone(rank, folder))
+
+
+def commit_alone(rank: int, folder: str) -> None:
+    model = make_model()
+    if rank == 0:
+        summed_loss(model, *ragged_batch()).backward()
+    commit_running_alpha(model)
+    torch.save(running_alphas(model), f"{folder}/{rank}.pt")

@@ -1,0 +1,27 @@
+"""Transformers models with a mechanism: attach, train, save, load, generate.
+
+Importing this package makes its checkpoints known to `AutoModelForCausalLM.from_pretrained`.
+"""
+
+from transformers import AutoConfig
+
+from .attach import attach, detach, is_attached
+from .classes import MODEL_TYPE, AffineConfig
+from .interface import WeightsNotice, register
+from .parallel import data_parallel_group
+from .students import STUDENTS, student
+from .trainer import RunningAlphaCallback
+
+register()
+AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
+
+__all__ = [
+    "STUDENTS",
+    "RunningAlphaCallback",
+    "WeightsNotice",
+    "attach",
+    "data_parallel_group",
+    "detach",
+    "is_attached",
+    "student",
+]

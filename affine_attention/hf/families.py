@@ -1,0 +1,136 @@
+"""Finds the attention modules of a transformers model, or says by name why a model cannot be served."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+# (what makes the queries, what takes the heads' outputs), by attribute name, in the order they are looked for.
+PROJECTIONS = (
+    ("q_proj", "o_proj"),  # llama, qwen2, qwen3, mistral, gemma, olmo2, smollm3, granite, mixtral, qwen3_moe, ..
+    ("qkv_proj", "o_proj"),  # phi3
+    ("query_key_value", "dense"),  # gpt_neox
+    ("c_attn", "c_proj"),  # gpt2
+    ("q_proj", "dense"),  # phi
+    ("q_proj", "out_proj"),  # opt
+)
+ALIBI_FAMILIES = ("bloom", "mpt")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module, and what a mechanism must know about it."""
+
+    name: str
+    module: nn.Module
+    out_proj: nn.Module
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+
+
+def find_sites(model: PreTrainedModel) -> list[Site]:
+    """The self-attention modules of a model in order; raises with the reason where there are none it can serve."""
+    _refuse_model(model)
+    sites = []
+    for name, module in model.named_modules():
+        if _uses_interface(module):
+            sites.append(_site(name, module, model))
+    if not sites:
+        raise _refusal(
+            model,
+            "no attention module was found that goes through transformers' attention interface "
+            "(ALL_ATTENTION_FUNCTIONS)",
+        )
+    return sites
+
+
+def find_decoders(model: PreTrainedModel, sites: list[Site]) -> list[PreTrainedModel]:
+    """The innermost models that hold the sites: those whose forward makes the masks."""
+    decoders: list[PreTrainedModel] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel) or module in decoders:
+            continue
+        prefix = f"{name}." if name else ""
+        inner = [n for n, m in module.named_modules() if isinstance(m, PreTrainedModel) and m is not module]
+        held = [s for s in sites if s.name.startswith(prefix)]
+        if any(not any(s.name.startswith(f"{prefix}{n}.") for n in inner) for s in held):
+            decoders.append(module)
+    return decoders
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """True for a module whose forward picks its attention function by name: what can be served without a copy."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
+    config: Any = getattr(module, "config", model.config)
+    if any(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_lora_rank")):
+        raise _refusal(model, f"{name} is multi-head latent attention (MLA): its keys and values are compressed")
+    if getattr(module, "sinks", None) is not None:
+        raise _refusal(model, f"{name} has sinks of its own")
+    if hasattr(module, "lambda_q1"):
+        raise _refusal(model, f"{name} is differential attention: the difference of two softmax maps")
+    if getattr(module, "is_cross_attention", False):
+        raise _refusal(model, f"{name} is cross-attention")
+    for first, last in PROJECTIONS:
+        query_proj, out_proj = getattr(module, first, None), getattr(module, last, None)
+        if isinstance(query_proj, nn.Module) and isinstance(out_proj, nn.Module):
+            break
+    else:
+        known = ", ".join(f"{first} and {last}" for first, last in PROJECTIONS)
+        raise _refusal(model, f"{name} ({type(module).__name__}) has none of the known projections: {known}")
+    for label, proj in ((first, query_proj), (last, out_proj)):
+        if not isinstance(proj, nn.Linear | Conv1D) or not proj.weight.dtype.is_floating_point:
+            raise _refusal(
+                model,
+                f"{name}.{label} is a {type(proj).__name__}: quantised or adapted attention takes no mechanism",
+                "attach to the plain model first, then add adapters",
+            )
+    num_heads = config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    head_dim = int(head_dim or config.hidden_size // num_heads)
+    embed_dim, query_width, inner = _in(query_proj), _out(query_proj), _in(out_proj)
+    if inner != num_heads * head_dim:
+        raise _refusal(model, f"{name}.{last} takes {inner} numbers, not heads x head dim = {num_heads} x {head_dim}")
+    if first == "q_proj" and query_width != inner:
+        raise _refusal(model, f"{name}.q_proj makes {query_width} numbers, not heads x head dim = {inner}: a gate?")
+    return Site(name, module, out_proj, embed_dim, num_heads, head_dim)
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(model, "it is an encoder-decoder; mechanisms are for causal decoders")
+    if any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
+        raise _refusal(model, "it is multimodal", "attach to its text decoder, model.language_model")
+    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+        raise _refusal(model, "its weights are quantised", "load it without a quantization_config")
+    if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
+        raise _refusal(model, "it adds ALiBi biases to the scores, which no mechanism has")
+    for name in ("attn_logit_softcapping", "attn_logit_softcap"):
+        if getattr(config, name, None):
+            raise _refusal(model, f"it soft-caps the scores ({name}={getattr(config, name)})")
+    if not getattr(config, "is_causal", True):
+        raise _refusal(model, "it is not causal (config.is_causal=False)")
+
+
+def _refusal(model: PreTrainedModel, reason: str, way_out: str | None = None) -> ValueError:
+    text = f"model {type(model).__name__} (model_type={model.config.model_type!r}) cannot be served: {reason}"
+    return ValueError(text + (f"; {way_out}" if way_out else ""))
+
+
+def _in(proj: Any) -> int:
+    return proj.in_features if isinstance(proj, nn.Linear) else proj.weight.shape[0]
+
+
+def _out(proj: Any) -> int:
+    return proj.out_features if isinstance(proj, nn.Linear) else proj.weight.shape[1]

@@ -1,0 +1,140 @@
+"""Tiny models of every family, and an oracle: the same model with its attention written out, dense and in the open."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from affine_attention import AttentionMechanism, Mechanism
+from affine_attention.hf import attach
+from affine_attention.hf.interface import IMPLEMENTATION
+
+VOCABULARY = 64
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 8,
+         "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+GPT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "qwen2": NO_HEAD_DIM,
+    "qwen3": SHAPE,
+    "mistral": SHAPE | {"sliding_window": None},
+    "gemma": SHAPE,
+    "olmo2": NO_HEAD_DIM,
+    "smollm3": NO_HEAD_DIM,
+    "granite": NO_HEAD_DIM | {"attention_multiplier": 0.3},
+    "mixtral": SHAPE | EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": SHAPE | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16},
+    "phi3": NO_HEAD_DIM,
+    "gpt_neox": {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"},
+    "gpt2": GPT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+                   "embd_pdrop": 0.0},
+}  # fmt: skip
+WINDOW = 5
+SLIDING: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},  # one full, one sliding
+    "phi3": {"sliding_window": WINDOW},
+}
+
+
+def plain_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any):
+    """A tiny random model of a family, far enough from zero that mechanisms and masks matter."""
+    config = transformers.AutoConfig.for_model(family, **(FAMILIES[family] | changes))
+    torch.manual_seed(seed)
+    # The grouped product of the experts has no fp64.
+    experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in FAMILIES[family] else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **experts).to(dtype)
+    spread(model, 0.3)
+    return model.eval()
+
+
+def make_model(
+    family: str = "llama",
+    mechanism: Mechanism | str = "affine",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    start: str = "fresh",
+    **changes: Any,
+):
+    """`plain_model` with a mechanism whose parameters are far from their start."""
+    model = attach(plain_model(family, dtype, seed, **changes), mechanism, start)
+    if start == "fresh":
+        torch.manual_seed(seed + 1)
+        for layer in mechanisms(model):
+            spread(layer, 1.0)
+            if layer.scale is not None and layer.mechanism.bias:
+                layer.scale.running_alpha.uniform_(0.1, 0.9)
+    return model
+
+
+def spread(module: torch.nn.Module, std: float) -> None:
+    for name, parameter in module.named_parameters():
+        if "norm" not in name and "ln_" not in name:
+            torch.nn.init.normal_(parameter, std=std)
+
+
+def mechanisms(model: torch.nn.Module) -> list[AttentionMechanism]:
+    return [module for module in model.modules() if isinstance(module, AttentionMechanism)]
+
+
+def running_alphas(model: torch.nn.Module) -> Tensor:
+    return torch.cat([b.detach().clone() for name, b in model.named_buffers() if name.endswith("running_alpha")])
+
+
+def make_tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def oracle() -> Iterator[None]:
+    """Inside, attached models run on `naive_attention` and transformers' dense masks: only the weights are ours."""
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    kept = functions[IMPLEMENTATION], masks[IMPLEMENTATION]
+    functions[IMPLEMENTATION], masks[IMPLEMENTATION] = naive_attention, dense_mask
+    try:
+        yield
+    finally:
+        functions[IMPLEMENTATION], masks[IMPLEMENTATION] = kept
+
+
+def dense_mask(*args: Any, **kwargs: Any) -> Tensor:
+    return sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+
+
+def naive_attention(module, query, key, value, attention_mask, scaling=None, affine_hidden=None, **_):
+    """The equation of design.md section 1, weights in the open, by hand."""
+    layer, settings = module.affine, module.affine.mechanism
+    heads, repeats = query.shape[1], query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    seen = attention_mask.expand(query.shape[0], heads, -1, -1)
+    scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
+    sink = torch.full((heads,), -torch.inf, dtype=query.dtype) if layer.sink is None else layer.sink
+    top = scores.amax(-1, keepdim=True).maximum(sink[:, None, None]).clamp(min=-1e30)
+    powers = torch.exp(scores - top)
+    weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink[:, None, None] - top)).clamp(min=1e-300)
+    if layer.scale is not None:
+        x = affine_hidden @ layer.scale.proj.weight.T
+        alpha = (0.1 * x + 0.5).clamp(0, 1) if settings.activation == "linear_clipping" else torch.sigmoid(x)
+        alpha = alpha.transpose(1, 2)[..., None]
+        weights = alpha * weights
+        if settings.bias:
+            visible = seen.sum(-1, keepdim=True)
+            length = settings.bias_length
+            divisor = visible.clamp(min=length if isinstance(length, int) else 1)
+            beta = (layer.scale.running_alpha[:, None, None] - alpha) / divisor
+            weights = weights + beta.masked_fill(~seen, 0)
+    out = weights @ value
+    if layer.gate_proj is not None:
+        gate = torch.sigmoid(affine_hidden @ layer.gate_proj.weight.T)
+        out = out * gate.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return out.transpose(1, 2), weights

@@ -1,0 +1,186 @@
+"""attach and detach: every family and mechanism against the oracle, the identity start, and wrong calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from affine_attention import Mechanism
+from affine_attention.hf import attach, detach
+from affine_attention.nn import PRESETS
+
+from .models import FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    (logits * torch.sin(torch.arange(logits.numel()).view_as(logits))).sum().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equals_oracle(model, **inputs):
+    logits, gradients = loss_and_gradients(model, **inputs)
+    with oracle():
+        expected, truth = loss_and_gradients(model, **inputs)
+    torch.testing.assert_close(logits, expected, **EXACT)
+    assert gradients.keys() == truth.keys()
+    for name in truth:
+        torch.testing.assert_close(gradients[name], truth[name], **EXACT, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mechanism", PRESETS)
+def test_logits_and_every_gradient_equal_the_oracle(family, mechanism):
+    model = make_model(family, Mechanism.named(mechanism, bias_length=6), torch.float64)
+    assert_equals_oracle(model, input_ids=make_tokens())
+    owned = sum(p.numel() for layer in mechanisms(model) for p in layer.parameters())
+    assert owned == 2 * PRESETS[mechanism].extra_parameters(32, 4, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detach_restores_the_model_bit_for_bit(family):
+    model = plain_model(family)
+    before, settings, tokens = copy.deepcopy(model.state_dict()), model.config.to_dict(), make_tokens()
+    logits, kind = model(tokens).logits, type(model)
+    for mechanism, start in (("affine_gated", "identity"), ("sink", "fresh"), ("affine", "fresh")):
+        attach(model, mechanism, start)
+        assert type(model) is not kind
+        assert isinstance(model, kind)
+        assert detach(model) is model
+        assert type(model) is kind
+        assert model.config.to_dict() == settings
+        assert model.config._attn_implementation == "sdpa"
+        assert model.state_dict().keys() == before.keys()
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+        assert torch.equal(model(tokens).logits, logits)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gated", "affine", "affine_gated", "head_gated", "affine_no_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identity_start_changes_no_bit_and_the_gates_move(mechanism, dtype):
+    plain = plain_model(dtype=dtype)
+    model = attach(copy.deepcopy(plain), mechanism, start="identity")
+    tokens = make_tokens()
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    model.train()
+    model(tokens, labels=tokens).loss.backward()
+    for layer in mechanisms(model):
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad.abs().sum() > 0, name
+    gates = [p.detach().clone() for layer in mechanisms(model) for p in layer.parameters()]
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for before, after in zip(gates, (p for layer in mechanisms(model) for p in layer.parameters()), strict=True):
+        assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identity_start_in_every_family(family):
+    plain = plain_model(family)
+    model = attach(copy.deepcopy(plain), "affine_gated", start="identity")
+    assert torch.equal(model(make_tokens()).logits, plain(make_tokens()).logits)
+
+
+def test_copies_and_pickles_work_on_their_own():
+    model = make_model()
+    tokens = make_tokens()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        assert torch.equal(twin(tokens).logits, model(tokens).logits)
+        detach(twin)
+    assert torch.isfinite(model(tokens).logits).all()
+
+
+def test_blanket_initialisation_leaves_the_gates_alone():
+    model = attach(plain_model(), "affine_gated", start="identity")
+    model.init_weights()
+    for layer in mechanisms(model):
+        assert all(not p.any() for p in layer.parameters())
+        assert torch.equal(layer.scale.running_alpha, torch.full((4,), 0.5))
+
+
+def test_experts_can_still_be_switched():
+    """Transformers looks into the source file of a model's class for it, and ours is another file."""
+    model = make_model("mixtral")
+    logits = model(make_tokens()).logits
+    model.set_experts_implementation("grouped_mm")
+    assert model.config._experts_implementation == "grouped_mm"
+    torch.testing.assert_close(model(make_tokens()).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_models_of_one_configuration_do_not_touch_each_other():
+    first = plain_model()
+    second = type(first)(first.config).eval()
+    logits = second(make_tokens()).logits
+    attach(first, "affine")
+    assert type(second.config) is not type(first.config)
+    assert torch.equal(second(make_tokens()).logits, logits)
+    assert all(getattr(m, "config", first.config) is first.config for m in first.modules())
+
+
+def test_initialising_again_keeps_what_a_step_has_collected():
+    model = make_model().train().to(torch.float64)
+    model(make_tokens()).logits.sum().backward()
+    pending = [layer.scale.collected.grad.clone() for layer in mechanisms(model)]
+    model.init_weights()
+    for layer, sums in zip(mechanisms(model), pending, strict=True):
+        assert torch.equal(layer.scale.collected.grad, sums)
+
+
+def test_new_weights_follow_the_model_in_dtype_and_mode():
+    model = attach(plain_model(dtype=torch.bfloat16), "affine_gated")
+    layer = mechanisms(model)[0]
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer.scale.running_alpha.dtype == torch.float32
+    assert not layer.training
+    assert abs(layer.gate_proj.weight.float().std() - 0.02) < 0.004
+
+
+@pytest.mark.parametrize("switch", ["sdpa", "eager", "flex_attention"])
+def test_attention_cannot_be_switched_away_behind_our_back(switch):
+    model = make_model()
+    with pytest.raises(ValueError, match="detach"):
+        model.set_attn_implementation(switch)
+    model.config._attn_implementation = switch
+    with pytest.raises(ValueError, match="would run plain softmax attention"):
+        model(make_tokens())
+    with pytest.raises(ValueError, match="would run plain softmax attention"):
+        model.model.layers[0].self_attn(torch.zeros(1, 1, 32))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: attach(torch.nn.Linear(2, 2), "affine"), "model must be a PreTrainedModel"),
+        (lambda: attach(plain_model(), "afine"), "did you mean 'affine'?"),
+        (lambda: attach(plain_model(), "affine", start="zero"), "start must be one of 'fresh', 'identity', got 'zero'"),
+        (lambda: attach(plain_model(), "sink", start="identity"), "start=\"identity\" is not possible for 'sink'"),
+        (lambda: detach(plain_model()), "model must have a mechanism to detach, got a plain LlamaForCausalLM"),
+        (
+            lambda: make_model(attention_dropout=0.1).train()(make_tokens()),
+            "dropout on attention weights is not part of any mechanism, got 0.1",
+        ),
+        (
+            lambda: make_model(mechanism=Mechanism.named("affine", bias_length="keys")).generate(make_tokens()),
+            'bias_length="keys" cannot generate',
+        ),
+    ],
+)
+def test_wrong_calls_are_named(call, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_the_literal_reading_of_n_trains_but_never_sees_a_cache():
+    model = make_model(mechanism=Mechanism.named("affine", bias_length="keys"))
+    tokens = make_tokens()
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="cannot generate"):
+        model(tokens[:, :1], past_key_values=cache)

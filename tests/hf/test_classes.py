@@ -1,0 +1,233 @@
+"""Save and load: bit-exact with and without our import, never a softmax model in silence, nothing uninitialised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+from affine_attention import Mechanism, commit_running_alpha
+from affine_attention.hf import attach, classes, detach
+from affine_attention.hf.classes import MODULE_NAME
+from affine_attention.nn import PRESETS
+
+from .models import FAMILIES, make_model, make_tokens, mechanisms, plain_model, running_alphas
+
+SETTINGS = {"bias_length": 77, "momentum": 0.8}
+
+
+def assert_same(left, right):
+    a, b = left.state_dict(), right.state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(x, b[name]) for name, x in a.items())
+    assert torch.equal(left(make_tokens()).logits, right(make_tokens()).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_bit_for_bit(family, tmp_path):
+    model = make_model(family, Mechanism.named("affine_gated", **SETTINGS))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert type(loaded) is type(model)
+    assert mechanisms(loaded)[0].mechanism == mechanisms(model)[0].mechanism
+    assert_same(loaded, model)
+
+
+@pytest.mark.parametrize("mechanism", PRESETS)
+@pytest.mark.parametrize("start", ["fresh", "identity"])
+def test_every_mechanism_comes_back_and_trains_on(mechanism, start, tmp_path):
+    if start == "identity" and PRESETS[mechanism].sink:
+        pytest.skip("a sink cannot start as the identity")
+    model = make_model("llama", Mechanism.named(mechanism, **SETTINGS), start=start)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(loaded, model)
+    for each in (loaded, model):
+        each.train()
+        each(make_tokens(), labels=make_tokens()).loss.backward()
+        commit_running_alpha(each)
+    for (name, x), y in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(x.grad, y.grad), name
+    assert_same(loaded, model)
+    if PRESETS[mechanism].bias:
+        assert (running_alphas(loaded) != 0).all()
+    detach(loaded)
+
+
+def test_the_folder_holds_safetensors_settings_and_one_line_of_code(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", f"{MODULE_NAME}.py"}
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["model_type"] == "affine_attention"
+    assert settings["base_model_type"] == "llama"
+    assert Mechanism.from_dict(settings["affine_attention"]["mechanism"]).name == "affine"
+    assert len((tmp_path / f"{MODULE_NAME}.py").read_text().splitlines()) == 1
+
+
+def run_python(code: str, folder) -> subprocess.CompletedProcess:
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_it_loads_without_our_import_when_remote_code_is_trusted(tmp_path):
+    model = make_model("qwen3", "affine_gated")
+    model.save_pretrained(tmp_path)
+    torch.save(model(make_tokens()).logits, tmp_path / "logits.pt")
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+assert "affine_attention" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+assert torch.equal(model(tokens).logits, torch.load(sys.argv[1] + "/logits.pt"))
+model.save_pretrained(sys.argv[1] + "/again")
+print(type(model).__name__, model.generate(tokens, max_new_tokens=2, do_sample=False).shape)
+"""
+    done = run_python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "AffineQwen3ForCausalLM torch.Size([2, 14])" in done.stdout
+    again = {path.name for path in (tmp_path / "again").iterdir()}
+    assert again == {"config.json", "generation_config.json", "model.safetensors", f"{MODULE_NAME}.py"}
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+@pytest.mark.parametrize("loader", ["AutoModelForCausalLM", "AutoConfig", "LlamaForCausalLM", "AutoModel"])
+def test_plain_loading_fails_rather_than_give_softmax(loader, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    call = f"{loader}.from_pretrained(sys.argv[1], trust_remote_code=False)"
+    done = run_python(f"import sys; from transformers import {loader}; {call}; print('LOADED')", tmp_path)
+    assert "LOADED" not in done.stdout
+    assert "Error" in done.stderr
+    assert "affine_attention" in done.stderr or "trust_remote_code" in done.stderr
+
+
+def test_a_plain_class_made_to_load_it_cannot_run(tmp_path):
+    """With our package imported the name of the attention is known, but the model has no mechanism."""
+    make_model().save_pretrained(tmp_path)
+    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="needs a model with a mechanism, got LlamaAttention without one"):
+        plain(make_tokens())
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_loading_with_another_attention_is_refused(how, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="would run plain softmax attention"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=how)
+
+
+def test_bf16_loading_keeps_the_average_in_fp32(tmp_path):
+    model = make_model(mechanism="affine_gated")
+    average = running_alphas(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(running_alphas(loaded), average)
+    assert running_alphas(loaded).dtype == torch.float32
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    loaded.save_pretrained(tmp_path / "half")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert torch.equal(running_alphas(again), average)
+    assert again.dtype == torch.bfloat16
+    assert_same(again, loaded)
+
+
+@pytest.mark.parametrize("mechanism", PRESETS)
+def test_a_base_checkpoint_gets_exactly_what_is_new(mechanism, tmp_path):
+    """A plain folder read by an attached class, through the meta device: old weights loaded, new ones begin."""
+    plain = plain_model()
+    plain.save_pretrained(tmp_path)
+    config = classes.AffineLlamaConfig(
+        **plain.config.to_dict(),
+        affine_attention={"mechanism": Mechanism.named(mechanism, sink_start=1.5).to_dict(), "start": "fresh"},
+    )
+    loaded, info = classes.AffineLlamaForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    old = plain.state_dict()
+    for name, x in loaded.state_dict().items():
+        assert torch.equal(x, old[name]) if name in old else name in info["missing_keys"]
+    for layer in mechanisms(loaded):
+        for name, parameter in layer.named_parameters():
+            if name == "sink":
+                assert torch.equal(parameter, torch.full((4,), 1.5))
+            else:
+                assert abs(parameter.std() - 0.02) < 0.006, name
+        if layer.mechanism.sink == "zero":
+            assert torch.equal(layer.sink, torch.zeros(4))
+        if layer.mechanism.bias:
+            assert torch.equal(layer.scale.running_alpha, torch.zeros(4))
+    loaded.train()
+    loaded(make_tokens(), labels=make_tokens()).loss.backward()
+    commit_running_alpha(loaded)
+    if PRESETS[mechanism].bias:
+        assert (running_alphas(loaded) > 0).all()
+
+
+def test_a_base_checkpoint_with_the_identity_start(tmp_path):
+    plain = plain_model()
+    plain.save_pretrained(tmp_path)
+    settings = {"mechanism": Mechanism.named("affine_gated").to_dict(), "start": "identity"}
+    config = classes.AffineLlamaConfig(**plain.config.to_dict(), affine_attention=settings)
+    loaded = classes.AffineLlamaForCausalLM.from_pretrained(tmp_path, config=config)
+    assert torch.equal(loaded(make_tokens()).logits, plain(make_tokens()).logits)
+    loaded.save_pretrained(tmp_path / "attached")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "attached")
+    assert_same(again, loaded)
+    assert torch.equal(detach(again)(make_tokens()).logits, plain(make_tokens()).logits)
+
+
+def test_a_checkpoint_that_lost_its_average_is_an_error(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if "running_alpha" not in k}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="has lost its running average"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_config_without_its_mechanism_is_an_error(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    for broken, words in (
+        ({"affine_attention": None}, "config.affine_attention must be"),
+        ({"base_model_type": "nothing"}, "base_model_type must be a model type of transformers"),
+        ({"affine_attention": {"mechanism": {"nam": "affine"}, "start": "fresh"}}, "did you mean 'name'?"),
+    ):
+        path.write_text(json.dumps(settings | broken))
+        with pytest.raises(ValueError) as caught:
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert words in str(caught.value)
+
+
+def test_other_heads_and_configs(tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    config = plain_model().config
+    model = attach(LlamaForSequenceClassification(config), "affine").eval()
+    model.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert type(read) is type(model.config)
+    from transformers import AutoModelForSequenceClassification
+
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same(loaded, model)
+    assert type(AutoModel.from_config(read)).__name__ == "AffineLlamaModel"
+    assert AutoModelForCausalLM.from_config(read).config.affine_attention == model.config.affine_attention
+
+
+def test_names_are_made_on_demand():
+    assert classes.AffineMistralForCausalLM is classes.AffineMistralForCausalLM
+    with pytest.raises(AttributeError, match="has no attribute 'AffineNothing'"):
+        classes.AffineNothing  # noqa: B018
