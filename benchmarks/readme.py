@@ -17,7 +17,7 @@ SHOWN = ("affine", "affine_gated", "sink", "affine, compiled composition", "affi
 
 def newest(what: str) -> Path | None:
     """The latest result of a kind; dates sort as names."""
-    found = sorted(RESULTS.glob(f"{what}_*.md"))
+    found = sorted(RESULTS.glob(f"{what}*.md"))
     return found[-1] if found else None
 
 
