@@ -183,7 +183,7 @@ def _choose(
 def _kernels_of(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[str, ...]:
     """The PyTorch kernels that the tiles of `composed` would run on, each once."""
     names = []
-    for _, tiles in plan(visibility, query.device.type):
+    for tiles in plan(visibility, query.device.type):
         for tile in tiles:
             kernel, _ = choose_kernel(query, key, tile.mask != "none", tile.is_causal)
             names.append(kernel.name)

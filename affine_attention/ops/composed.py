@@ -132,6 +132,8 @@ class _Composed(torch.autograd.Function):
 def _batch_chunks(query: Tensor) -> list[slice]:
     """Parts of the batch for one pass each; on other devices than the CPU one launch for all is faster."""
     batch = query.shape[0]
+    if torch.compiler.is_compiling():
+        return [slice(0, batch)]  # a compiler plans memory itself, and counting parts would fix the lengths
     parts = min(batch, query.numel() // CHUNK_ELEMENTS) if query.device.type == "cpu" else 1
     size = -(-batch // parts) if parts > 1 else max(batch, 1)
     return [slice(first, min(first + size, batch)) for first in range(0, batch, size)] or [slice(0, 0)]

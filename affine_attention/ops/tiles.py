@@ -11,8 +11,7 @@ The backward calls each tile's own backward with the merged O and lse, which giv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +24,35 @@ from .visibility import Visibility
 QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block of queries
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A block of (queries x keys) for one kernel call. Causal tiles are square and aligned to the diagonal."""
+class Tile(NamedTuple):
+    """A block of (queries x keys) for one kernel call. Causal tiles are square and aligned to the diagonal.
 
-    queries: slice
-    keys: slice
+    Numbers, not slices: a compiled graph keeps a number open for other lengths, and fixes it inside a slice.
+    """
+
+    first_query: int
+    stop_query: int
+    first_key: int
+    stop_key: int
     is_causal: bool = False
     mask: Literal["none", "keys", "pairs"] = "none"
 
+    @property
+    def queries(self) -> slice:
+        return slice(self.first_query, self.stop_query)
 
-def plan(visibility: Visibility, device_type: str) -> list[tuple[slice, list[Tile]]]:
-    """Groups of query rows with the tiles that they need; rows that no group covers see nothing."""
+    @property
+    def keys(self) -> slice:
+        return slice(self.first_key, self.stop_key)
+
+    def covers(self, num_queries: int, num_keys: int) -> bool:
+        """True where the tile is the whole call."""
+        starts = self.first_query == 0 and self.first_key == 0
+        return starts and self.stop_query == num_queries and self.stop_key == num_keys
+
+
+def plan(visibility: Visibility, device_type: str) -> list[list[Tile]]:
+    """Groups of tiles of the same query rows; rows that no group covers see nothing."""
     queries, keys = visibility.num_queries, visibility.num_keys
     if queries == 0 or keys == 0:
         return []
@@ -46,26 +62,22 @@ def plan(visibility: Visibility, device_type: str) -> list[tuple[slice, list[Til
         return _rectangles(queries, keys, visibility.is_causal, "none" if visibility.key_mask is None else "keys")
     groups = []
     for first in range(0, queries, QUERY_BLOCK):
-        rows = slice(first, min(first + QUERY_BLOCK, queries))
-        start, stop = visibility.key_bounds(rows.start, rows.stop - 1)
+        last = min(first + QUERY_BLOCK, queries)
+        start, stop = visibility.key_bounds(first, last - 1)
         if stop > start:
-            groups.append((rows, [Tile(rows, slice(start, stop), mask="pairs")]))
+            groups.append([Tile(first, last, start, stop, mask="pairs")])
     return groups
 
 
-def _rectangles(
-    queries: int, keys: int, is_causal: bool, mask: Literal["none", "keys"]
-) -> list[tuple[slice, list[Tile]]]:
+def _rectangles(queries: int, keys: int, is_causal: bool, mask: Literal["none", "keys"]) -> list[list[Tile]]:
     if not is_causal or queries == 1:
-        rows = slice(0, queries)
-        return [(rows, [Tile(rows, slice(0, keys), mask=mask)])]
+        return [[Tile(0, queries, 0, keys, mask=mask)]]
     # Bottom-right: the last min(T, S) queries face a causal square, the keys before it are seen by all of them.
     size = min(queries, keys)
-    rows = slice(queries - size, queries)
-    tiles = [Tile(rows, slice(keys - size, keys), is_causal=True, mask=mask)]
-    if keys > size:
-        tiles.insert(0, Tile(rows, slice(0, keys - size), mask=mask))
-    return [(rows, tiles)]
+    square = Tile(queries - size, queries, keys - size, keys, is_causal=True, mask=mask)
+    if keys == size:
+        return [[square]]
+    return [[Tile(queries - size, queries, 0, keys - size, mask=mask), square]]
 
 
 def softmax_forward(
@@ -77,23 +89,24 @@ def softmax_forward(
     """
     query, key, value = (_unit_stride(x) for x in (query, key, value))
     kept, parts = [], []
-    for rows, tiles in plan(visibility, query.device.type):
+    for tiles in plan(visibility, query.device.type):
         out, lse, tile_kept = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
         kept.append(tile_kept)
         for tile in tiles[1:]:
             tile_out, tile_lse, tile_kept = _tile_forward(query, key, value, tile, visibility, softmax_scale)
             kept.append(tile_kept)
             out, lse = _merge(out, lse, tile_out, tile_lse)
-        parts.append((rows, out, lse))
+        parts.append((tiles[0], out, lse))
 
-    if len(parts) == 1 and parts[0][0] == slice(0, query.shape[2]):
+    num_queries = query.shape[2]
+    if len(parts) == 1 and parts[0][0].first_query == 0 and parts[0][0].stop_query == num_queries:
         _, out, lse = parts[0]
     else:
         out = torch.zeros_like(query)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=row_dtype(query.dtype), device=query.device)
-        for rows, part_out, part_lse in parts:
-            out[:, :, rows] = part_out
-            lse[:, :, rows] = part_lse
+        for tile, part_out, part_lse in parts:
+            out[:, :, tile.queries] = part_out
+            lse[:, :, tile.queries] = part_lse
 
     if sink is not None:
         with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
@@ -115,9 +128,8 @@ def softmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `softmax_forward` in query, key and value, tile by tile."""
     query, key, value, grad_out = (_unit_stride(x) for x in (query, key, value, grad_out))
-    tiles = [tile for _, tiles in plan(visibility, query.device.type) for tile in tiles]
-    whole = (slice(0, query.shape[2]), slice(0, key.shape[2]))
-    if len(tiles) == 1 and (tiles[0].queries, tiles[0].keys) == whole:
+    tiles = [tile for tiles in plan(visibility, query.device.type) for tile in tiles]
+    if len(tiles) == 1 and tiles[0].covers(query.shape[2], key.shape[2]):
         return _tile_backward(grad_out, query, key, value, out, lse, tiles[0], visibility, softmax_scale, kept[0])
     total = row_dtype(query.dtype)
     grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=total) for x in (query, key, value))
@@ -163,8 +175,8 @@ def _tile_backward(
         grad_out[:, :, rows], query, key, value, out[:, :, rows], lse[:, :, rows].contiguous(), kept,
         _as_bias(visible, query.dtype), tile.is_causal, softmax_scale,
     )  # fmt: skip
-    if keys != tile.keys:
-        margins = (0, 0, keys.start - tile.keys.start, tile.keys.stop - keys.stop)
+    if keys.start != tile.first_key or keys.stop != tile.stop_key:
+        margins = (0, 0, keys.start - tile.first_key, tile.stop_key - keys.stop)
         dk, dv = pad(dk, margins), pad(dv, margins)
     return dq, dk, dv
 
@@ -181,9 +193,9 @@ def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice
         return visible, tile.keys  # looking at the data would wait for the device or break the graph
     seen = visible.flatten(0, 2).any(0).nonzero()
     if seen.numel() == 0:
-        return visible[..., :1], slice(tile.keys.start, tile.keys.start + 1)
+        return visible[..., :1], slice(tile.first_key, tile.first_key + 1)
     first, last = int(seen[0]), int(seen[-1])
-    return visible[..., first : last + 1], slice(tile.keys.start + first, tile.keys.start + last + 1)
+    return visible[..., first : last + 1], slice(tile.first_key + first, tile.first_key + last + 1)
 
 
 def _empty_rows(visible: Tensor, is_causal: bool, num_rows: int) -> Tensor:

@@ -47,6 +47,11 @@ class Visibility:
         """True when causal and window say it all: the visible keys of a row are known without looking at data."""
         return self.query_segments is None and self.key_mask is None and self.pair_mask is None
 
+    @property
+    def _sees_all(self) -> bool:
+        """True when, padding and a dense mask aside, every query sees every key."""
+        return not self.is_causal and self.window is None and self.query_segments is None
+
     def for_batch(self, rows: slice) -> Visibility:
         """The visibility of a part of the batch."""
 
@@ -133,6 +138,8 @@ class Visibility:
             return self._sum_keys_by_product(x_BGSD)
         if self.num_queries == 0 or self.num_keys == 0:
             return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], self.num_queries, x_BGSD.shape[-1])
+        if self._sees_all:
+            return x_BGSD.sum(dim=2, keepdim=True).expand(-1, -1, self.num_queries, -1)
         if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
             before = x_BGSD[:, :, : self.offset].sum(dim=2, keepdim=True)
             return before + x_BGSD[:, :, self.offset :].cumsum(dim=2)
@@ -153,6 +160,8 @@ class Visibility:
     def _sum_queries_by_range(self, x_BGTD: Tensor) -> Tensor:
         if self.num_queries == 0 or self.num_keys == 0:
             return x_BGTD.new_zeros(self.batch, x_BGTD.shape[1], self.num_keys, x_BGTD.shape[-1])
+        if self._sees_all:
+            return x_BGTD.sum(dim=2, keepdim=True).expand(-1, -1, self.num_keys, -1)
         if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
             # Summed from the end, not total - prefix: what comes earlier must not round what comes later.
             after = x_BGTD.flip(2).cumsum(dim=2).flip(2)

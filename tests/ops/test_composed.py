@@ -117,6 +117,26 @@ def test_compiles_into_one_graph(visibility):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_dynamic_graph_serves_every_length(is_causal):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def call(leaves):
+        return attention(**leaves, is_causal=is_causal)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
+    for length in (20, 33, 64, 100):
+        leaves = make_inputs(Case("affine_gated", queries=length, keys=length)).leaves()
+        torch.testing.assert_close(compiled(leaves), call(leaves))
+        compiled(leaves).sum().backward()
+    assert len(graphs) == 1
+
+
 def test_long_sums_do_not_drift():
     """Sums of values in bf16 would be 75 % wrong at 128k tokens."""
     length = 131072
