@@ -191,12 +191,21 @@ def test_layers_compile_one_by_one(monkeypatch):
     torch.testing.assert_close(running_alphas(call), running_alphas(eager), rtol=1e-6, atol=1e-7)
 
 
-def test_a_dynamic_length_compiles():
+def test_one_dynamic_graph_serves_every_length():
     model = make_student(num_hidden_layers=1)
-    call = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (9, 12):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    call = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    for length in (9, 12, 20):
         tokens = make_tokens(2, length)
         torch.testing.assert_close(call(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+        if length == 9:
+            first = len(graphs)
+    assert len(graphs) == first
 
 
 @pytest.mark.slow
