@@ -1,6 +1,6 @@
 """Trains one small byte-level language model for each mechanism on public-domain prose and compares them.
 
-    make study                                       # all eight mechanisms, about two minutes on two cores
+    make study                                       # all eight mechanisms, about a minute on two cores
     python -m examples.compare_mechanisms --mechanisms softmax affine --steps 300
 
 Same initial weights wherever mechanisms share them, same batches in the same order. It shows how to train with the
@@ -131,9 +131,7 @@ def main() -> None:
     data = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8)
     cut = int(0.95 * len(data))
     held_out = torch.cat(list(batches(data[cut:], 8, seed=1)))
-    print(
-        f"{LAYERS} layers, width {WIDTH}, {HEADS}/{GROUPS} heads, {options.steps} steps of {BATCH} x {LENGTH} bytes; "
-    )
+    print(f"{LAYERS} layers, width {WIDTH}, {HEADS}/{GROUPS} heads, {options.steps} steps of {BATCH} x {LENGTH} bytes;")
     print(f"{len(data):,} bytes of text, the last 5 % held out; seed {options.seed}.\n")
     print(f"{'mechanism':<16}{'+params':>9}{'held-out':>10}{'bits/byte':>11}{'row sum':>9}{'1st key':>9}", end="")
     print(f"{'alpha':>7}{'seconds':>9}")
