@@ -107,6 +107,19 @@ class Bench:
         given = self.of("affine")
         return lambda: attention(**given, is_causal=True)
 
+    def ours_deterministic(self) -> Callable[[], Tensor]:
+        """Under torch.use_deterministic_algorithms the Triton kernels serve the call, forward and backward."""
+        given = self.of("affine")
+
+        def call() -> Tensor:
+            torch.use_deterministic_algorithms(True)
+            try:
+                return attention(**given, is_causal=True)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        return call
+
     def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
         """The paper's formula as written, with its T x S weights; None where they would not fit."""
         shape, item = self.shape, self.tensors["query"].element_size()
@@ -167,6 +180,7 @@ def measure(
     functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
     if device == "cuda":
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
+        functions["affine, deterministic"] = bench.ours_deterministic()
     if with_rivals:
         functions |= bench.rivals()
     naive = bench.naive("affine") if with_naive else None
