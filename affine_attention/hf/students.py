@@ -38,7 +38,7 @@ def _sibling(width: int, layers: int, heads: int, groups: int, ffn: int, vocabul
     }  # fmt: skip
 
 
-# (family, settings): the first three are the published configurations of the paper's students (its section 4.1).
+# (family, settings): the first three are the published configurations of the paper's students (its appendix B.1).
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen1.5-0.5b": (
         "qwen2",
