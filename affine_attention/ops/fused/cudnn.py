@@ -10,9 +10,6 @@ that compiled graphs hold it in one piece.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 from torch import Tensor
@@ -21,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..sdpa import CpuFlash, CudnnAttention
 from ..visibility import Visibility
 from .cudnn_kernels import add_later_kernel, block_sums_kernel, epilogue_kernel, prologue_kernel, scan_kernel
+from .side import Side
 
 aten = torch.ops.aten
 NO_STRIDES = (0, 0, 0)
@@ -281,37 +279,6 @@ _forward_op.register_fake(_fake_forward)
 _backward_op = torch.library.custom_op("affine_attention::cudnn_backward", _backward, mutates_args=())
 _backward_op.register_fake(_fake_backward)
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-class Side:
-    """Runs work beside what the current stream does between the making of a Side and its `join`.
-
-    The passes are bound by memory and cuDNN by arithmetic: side by side they cost little more than cuDNN alone. Tensors
-    are made before the fork and die after the join, so the allocator sees one stream only.
-    """
-
-    def __init__(self, device: torch.device):
-        self.stream = _side_stream(device) if device.type == "cuda" else None
-        self.fork = torch.cuda.current_stream(device).record_event() if self.stream is not None else None
-        self.used = False
-
-    def run(self, work: Callable[[], None]) -> None:
-        if self.stream is None or self.fork is None:
-            work()
-            return
-        self.stream.wait_event(self.fork)
-        with torch.cuda.stream(self.stream):
-            work()
-        self.used = True
-
-    def join(self) -> None:
-        if self.stream is not None and self.used:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> tuple[Tensor, Tensor]:
