@@ -5,8 +5,12 @@ What decides whether they can run is asked once here, in forms that a compiled g
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import torch
 
@@ -23,6 +27,23 @@ def capability(device_index: int) -> int:
 
 # What torch.compiler.assume_constant_result sets; calling it here would load the compiler with every import.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function launch on the device of its first tensor: Triton takes the current one, which may be another."""
+
+    @functools.wraps(launch)
+    def call(first: torch.Tensor, *rest: Any) -> Any:
+        if not first.is_cuda:
+            return launch(first, *rest)
+        with torch.cuda.device(first.device):
+            return launch(first, *rest)
+
+    # torch.library reads the signature, and would look names up in this module instead of the function's own.
+    hints, signature = get_type_hints(launch), inspect.signature(launch)
+    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=parameters, return_annotation=hints["return"])  # type: ignore[attr-defined]
+    return call
 
 
 def capability_of(x: torch.Tensor) -> int:

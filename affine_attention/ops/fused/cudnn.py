@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..sdpa import CpuFlash, CudnnAttention
 from ..visibility import Visibility
+from . import on_device
 from .cudnn_kernels import add_later_kernel, block_sums_kernel, epilogue_kernel, prologue_kernel, scan_kernel
 from .side import Side
 
@@ -103,6 +104,7 @@ def cudnn_attention(
     return _Eager.apply(*args)
 
 
+@on_device
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -148,6 +150,7 @@ def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax
     return torch.empty_like(core), core, lse, table
 
 
+@on_device
 def _backward(
     grad_out: Tensor,
     query: Tensor,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..visibility import Visibility
+from . import on_device
 
 MAX_QUERIES = 16
 MAX_ROWS = 64  # of a tile; more rows (many heads to a group, many queries) become more tiles
@@ -250,6 +251,7 @@ def decode_attention(
     )  # fmt: skip
 
 
+@on_device
 def _decode(
     query: Tensor,
     key: Tensor,
