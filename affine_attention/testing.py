@@ -23,7 +23,7 @@ from .ops.validation import check_visibility
 from .ops.visibility import Visibility
 
 MAX_ERROR_RATIO = 2.0
-ENOUGH_ROWS, MOST_REPEATS = 2048, 16
+ENOUGH_ROWS, ENOUGH_SINKS, MOST_REPEATS = 2048, 16, 16
 DIFFERENTIABLE = ("query", "key", "value", "alpha", "beta", "sink", "gate")
 VISIBILITIES = ("full", "causal", "window", "segments", "padding", "mask", "head_mask")
 LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
@@ -304,13 +304,12 @@ def _with_gradients(out: Tensor, leaves: dict[str, Tensor], grad_out: Tensor) ->
 def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
     """Error of the output and every gradient against fp64 over that of plain PyTorch; at most MAX_ERROR_RATIO is right.
 
-    Errors of a few rows are luck, so small cases are repeated with other seeds and their squares added up. Where plain
-    PyTorch is exact all the same (one key: a gradient of 0, no rounding) the unit is the resolution of the dtypes.
+    Errors of a few numbers are luck, so small cases are repeated with other seeds and their squares added up. Where
+    plain PyTorch is exact all the same (one key: a gradient of 0) the unit is the resolution of the dtypes.
     """
     own: dict[str, float] = defaultdict(float)
     units: dict[str, list[float]] = {}
-    rows = case.batch * case.heads * case.queries
-    for repeat in range(min(max(ENOUGH_ROWS // max(rows, 1), 1), MOST_REPEATS) if rows else 1):
+    for repeat in range(_repeats(case)):
         inputs = make_inputs(replace(case, seed=case.seed + 1000003 * repeat))
         result, oracle = run(inputs, impl), run_oracle(inputs)
         plain = run_plain(inputs)
@@ -323,6 +322,17 @@ def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
                 own[name] += _distance(result[name], truth) ** 2
                 units[name] = [a + b**2 for a, b in zip(units.get(name, [0.0] * 3), found, strict=True)]
     return {name: math.sqrt(own[name] / max(units[name])) for name in units}
+
+
+def _repeats(case: Case) -> int:
+    """Seeds that a case needs so that its errors are no luck: many rows, and a gradient of the sink of many numbers."""
+    rows = case.batch * case.heads * case.queries
+    if not rows:
+        return 1
+    repeats = ENOUGH_ROWS // rows
+    if Mechanism.named(case.mechanism).sink is not None:
+        repeats = max(repeats, ENOUGH_SINKS // case.heads)
+    return min(max(repeats, 1), MOST_REPEATS)
 
 
 def error_ratio(result: Tensor, plain: list[Tensor], truth: Tensor, terms: int = 1) -> float:
