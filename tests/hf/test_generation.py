@@ -203,6 +203,22 @@ def test_every_step_is_a_call_that_the_decode_kernel_takes(cache, changes, monke
         assert mask is None or mask.dim() == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the whole of it runs below")
+def test_offloaded_cache_without_a_gpu(monkeypatch):
+    """Transformers' own offloading and prefetching; only the stream of a GPU, for which it waits, is not there."""
+
+    class NoStream:
+        def wait_stream(self, other):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: NoStream())
+    for mechanism in ("affine_gated", "sink"):
+        model, row = make_model(mechanism=mechanism), make_tokens(1, 7)
+        told = each(model, [row], 12)
+        assert each(model, [row], 12, cache_implementation="offloaded") == told
+        assert each(model, [row], 12, cache_implementation="offloaded_static", disable_compile=True) == told
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads caches of a CUDA device only")
 def test_offloaded_cache():
     model, row = make_model().cuda(), make_tokens(1, 7).cuda()
