@@ -13,7 +13,15 @@ from torch import Tensor
 
 from .composed import composed_attention
 from .fused.choose import choose_fused
-from .validation import check_lengths, check_pages, check_query_key, check_rows, check_softmax_scale, check_value
+from .validation import (
+    check_lengths,
+    check_pages,
+    check_query_key,
+    check_rows,
+    check_softmax_scale,
+    check_value,
+    check_visibility,
+)
 from .visibility import Visibility
 
 
@@ -44,19 +52,18 @@ def decode_attention(
     Returns:
         [B, H, T, D] in the dtype of query.
     """
-    pages = None if block_table is None else check_pages(query, key, value, block_table)
-    dense_key, dense_value = (key, value) if pages is None else (pages.like(key), pages.like(value))
+    dense_key, dense_value = key, value
+    if block_table is not None:
+        check_lengths(lengths, query)
+        check_pages(query, key, value, block_table, lengths)
+        dense_key, dense_value = _shape_of_pages(key, block_table), _shape_of_pages(value, block_table)
     check_query_key(query, dense_key)
     check_value(dense_value, query, dense_key)
     check_rows(query, alpha, beta, sink, gate)
-    batch, _, num_queries, dim = query.shape
-    num_keys = dense_key.shape[2]
     check_lengths(lengths, query)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be an integer of at least 1 or None, got {window!r}")
+    visibility = check_visibility(query, dense_key, mask=None, is_causal=True, window=window, segment_ids=None)
+    scale = check_softmax_scale(softmax_scale, query.shape[-1])
     call: dict[str, Any] = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
-    scale = check_softmax_scale(softmax_scale, dim)
-    visibility = Visibility(batch, num_queries, num_keys, query.device, is_causal=True, window=window)
     with torch.no_grad():
         kernel, _ = choose_fused(query, dense_key, dense_value, **call, visibility=visibility)
         if kernel == "decode":
@@ -66,11 +73,23 @@ def decode_attention(
                 query, key, value, **call, visibility=visibility, softmax_scale=scale, lengths=lengths,
                 block_table=block_table,
             )  # fmt: skip
-        if pages is not None:
-            key, value = pages.gather(key), pages.gather(value)
+        if block_table is not None:
+            key, value = _gather_pages(key, block_table), _gather_pages(value, block_table)
         return composed_attention(
             query, key, value, **call, visibility=_aligned(visibility, lengths), softmax_scale=scale
         )
+
+
+def _shape_of_pages(cache: Tensor, block_table: Tensor) -> Tensor:
+    """Shape, dtype and device of the dense cache [B, G, S, D], without its memory."""
+    (batch, pages), (_, page_size, groups, dim) = block_table.shape, cache.shape
+    return cache.new_empty(()).expand(batch, groups, pages * page_size, dim)
+
+
+def _gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
+    """The dense cache [B, G, S, D]; entries that no length covers stand for any page."""
+    pages = block_table.long().clamp(0, cache.shape[0] - 1)
+    return cache[pages].flatten(1, 2).transpose(1, 2)
 
 
 def _aligned(visibility: Visibility, lengths: Tensor | None) -> Visibility:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -183,26 +182,8 @@ def check_lengths(lengths: Any, query: Tensor) -> None:
     _check_device("lengths", lengths, query)
 
 
-@dataclass(frozen=True)
-class Pages:
-    """A checked block table."""
-
-    block_table: Tensor
-    page_size: int
-
-    def like(self, cache: Tensor) -> Tensor:
-        """Shape, dtype and device of the dense cache [B, G, S, D], without its memory."""
-        batch, pages = self.block_table.shape
-        _, page_size, groups, dim = cache.shape
-        return cache.new_empty(()).expand(batch, groups, pages * page_size, dim)
-
-    def gather(self, cache: Tensor) -> Tensor:
-        """The dense cache [B, G, S, D]."""
-        return cache[self.block_table.long()].flatten(1, 2).transpose(1, 2)
-
-
-def check_pages(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
-    """key, value [pages, page_size, G, D] and block_table [B, n]."""
+def check_pages(query: Any, key: Any, value: Any, block_table: Any, lengths: Tensor | None) -> None:
+    """key, value [pages, page_size, G, D] and block_table [B, n]; what no length covers may hold anything."""
     _check_tensor("query", query, "[B, H, T, D]", 4)
     for name, x in (("key", key), ("value", value)):
         _check_tensor(name, x, "[pages, page_size, G, D]", 4)
@@ -211,8 +192,13 @@ def check_pages(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
     if block_table.dim() != 2 or block_table.shape[0] != query.shape[0]:
         raise ValueError(f"block_table must have shape [B, n] with B = {query.shape[0]}, got {list(block_table.shape)}")
     _check_device("block_table", block_table, query)
-    if block_table.device.type == "cpu" and block_table.numel():
-        low, high = int(block_table.min()), int(block_table.max())
-        if low < 0 or high >= key.shape[0]:
-            raise ValueError(f"block_table must hold pages 0 to {key.shape[0] - 1}, got {low} to {high}")
-    return Pages(block_table, key.shape[1])
+    if block_table.device.type != "cpu":
+        return  # looking at the data would wait for the device
+    used = block_table
+    if lengths is not None:
+        used = block_table[torch.arange(block_table.shape[1]) * key.shape[1] < lengths[:, None]]
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < key.shape[0]:
+        raise ValueError(
+            f"block_table must hold pages 0 to {key.shape[0] - 1} where a length covers it, got {int(used.min())} to "
+            f"{int(used.max())}"
+        )

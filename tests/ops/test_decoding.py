@@ -61,6 +61,7 @@ def test_pages_in_any_order_are_the_dense_cache(device, queries):
         pages = torch.empty(18, 8, 2, 16, device=device)
         pages[order] = tensors[name].transpose(1, 2).reshape(18, 8, 2, 16)
         paged[name] = pages
+    table[2, 1:] = -1  # behind the last length: engines leave anything there
     out = decode_attention(**paged, **rows, lengths=lengths, block_table=table)
     torch.testing.assert_close(out, alone(tensors, rows, lengths), rtol=1e-4, atol=1e-5)
 
@@ -77,10 +78,10 @@ def test_without_lengths_it_is_causal_attention():
     [
         ({"lengths": torch.tensor([1.0, 2, 3])}, TypeError, "lengths must be a tensor [B] of int32 or int64"),
         ({"lengths": torch.tensor([1, 2])}, ValueError, "lengths must have shape [B] = [3], got [2]"),
-        ({"window": 0}, ValueError, "window must be an integer of at least 1 or None, got 0"),
+        ({"window": 0}, ValueError, "window must be at least 1"),
         ({"block_table": torch.zeros(3)}, TypeError, "block_table must be a tensor [B, n]"),
         ({"block_table": torch.zeros(2, 4).int()}, ValueError, "block_table must have shape [B, n] with B = 3"),
-        ({"block_table": torch.full((3, 4), 9).int()}, ValueError, "pages 0 to 2, got 9 to 9"),
+        ({"block_table": torch.full((3, 4), 9).int()}, ValueError, "pages 0 to 2 where a length covers it, got 9 to 9"),
         ({"alpha": torch.ones(3, 4, 2)}, ValueError, "alpha must have shape [B, H, T] = [3, 4, 1]"),
     ],
 )
