@@ -5,6 +5,7 @@ What decides whether they can run is asked once here, in forms that a compiled g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -29,14 +30,17 @@ def capability(device_index: int) -> int:
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of a tensor the current one."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
 def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function launch on the device of its first tensor: Triton takes the current one, which may be another."""
 
     @functools.wraps(launch)
     def call(first: torch.Tensor, *rest: Any) -> Any:
-        if not first.is_cuda:
-            return launch(first, *rest)
-        with torch.cuda.device(first.device):
+        with device_of(first):
             return launch(first, *rest)
 
     # torch.library reads the signature, and would look names up in this module instead of the function's own.

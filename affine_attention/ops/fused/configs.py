@@ -8,18 +8,17 @@ import torch
 
 
 class Config(NamedTuple):
-    """Queries and keys of a tile, warps of a program, depth of the load pipeline, limit of registers a thread."""
+    """Queries and keys of a tile, warps of a program, depth of the load pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
 
     @property
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, int]:
         """What Triton takes at a launch beside the tile sizes."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 # (kernel, bytes of an element, head dim up to) -> Config. `forward` and `query_grads` own block_m queries, `key_grads`

@@ -5,11 +5,10 @@ The visibility of a call crosses as plain tensors and numbers. Triton is importe
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from . import device_of
 
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? sink, Tensor? gate, "
@@ -17,11 +16,6 @@ _INPUTS = (
 )
 # In the order of the gradients that the backward operator returns.
 _DIFFERENTIABLE = ("query", "key", "value", "alpha", "beta", "sink", "gate")
-
-
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _keeps_softmax(alpha: Tensor | None, beta: Tensor | None, gate: Tensor | None, needs_backward: bool) -> bool:
@@ -45,7 +39,7 @@ def flash_forward(
     from .forward import launch_forward
     from .launch import Call, align, make_rule
 
-    with _on_device(query):
+    with device_of(query):
         rule = make_rule(query.shape[2], key.shape[2], is_causal, window, query_segments, key_segments, key_mask)
         out, kept, lse = launch_forward(
             Call(query, key, value, rule, softmax_scale),
@@ -91,7 +85,7 @@ def flash_backward(
     from .backward import launch_backward
     from .launch import Call, make_rule
 
-    with _on_device(query):
+    with device_of(query):
         rule = make_rule(query.shape[2], key.shape[2], is_causal, window, query_segments, key_segments, key_mask)
         launch_backward(
             Call(query, key, value, rule, softmax_scale), grad_out, softmax_out, lse,

@@ -109,7 +109,7 @@ class Call:
             name = "forward" if kernel == "rows" else kernel
             config = shipped_config(name, self.query.shape[-1], self.query.dtype, self.query.device)
             if kernel == "rows":
-                config = config._replace(block_m=min(64, config.block_m), num_warps=4, max_registers=None)
+                config = config._replace(block_m=min(64, config.block_m), num_warps=4)
             self._configs[kernel] = config
         return self._configs[kernel]
 
