@@ -150,7 +150,7 @@ def _gradients(
 
     if gate is not None and need.gate:
         grads["gate"] = (grad_out * _scale_and_shift(softmax_out, value, alpha, beta, visibility)).to(gate.dtype)
-    inner = grad_out if gate is None else grad_out * gate  # E of design.md section 2
+    inner = grad_out if gate is None else grad_out * gate  # E of ops/README.md
 
     if (alpha is not None and need.alpha) or (sink is not None and need.sink):
         alpha_grad = _row_dot(inner, softmax_out)

@@ -112,7 +112,7 @@ def dense_mask(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def naive_attention(module, query, key, value, attention_mask, scaling=None, affine_hidden=None, **_):
-    """The equation of design.md section 1, weights in the open, by hand."""
+    """The equation of ops/README.md, weights in the open, by hand."""
     layer, settings = module.affine, module.affine.mechanism
     heads, repeats = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
