@@ -1,0 +1,23 @@
+"""Text -> packed token batches: sources, tokenizer, held-out part, packing, order, fingerprint.
+
+>>> corpus = prepare("corpus/*.train.txt.xz", tokenizer="tokenizer.json", sequence_length=2048)  # doctest: +SKIP
+>>> corpus.train_dataset(num_sequences=1024, seed=0)[0]["input_ids"].shape  # doctest: +SKIP
+torch.Size([2048])
+"""
+
+from .corpus import Corpus, check_same_data, check_vocabulary
+from .packing import collate
+from .preparation import prepare
+from .sources import read_documents
+from .tokenizer import load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Corpus",
+    "check_same_data",
+    "check_vocabulary",
+    "collate",
+    "load_tokenizer",
+    "prepare",
+    "read_documents",
+    "train_tokenizer",
+]

@@ -1,0 +1,51 @@
+"""Decides which documents are held out: by a hash of their text, so that order and added data change nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Split(Protocol):
+    """Says of a document whether it must not be trained on."""
+
+    def holds(self, text: str) -> bool: ...
+
+
+def place_of(text: str) -> float:
+    """A number in [0, 1) that a document's words decide; copies with other spaces or line ends have the same."""
+    words = " ".join(text.split()).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) / 2.0**64
+
+
+class FractionSplit:
+    """Holds out a share of documents; remembers enough to say what share would hold out one at all."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+        self.lowest = 1.0
+
+    def holds(self, text: str) -> bool:
+        place = place_of(text)
+        self.lowest = min(self.lowest, place)
+        return place < self.fraction
+
+    def smallest_fraction(self) -> float:
+        """A share, rounded up to two digits, that holds out at least one of the documents seen."""
+        digits = 1 - math.floor(math.log10(max(self.lowest, 1e-12)))
+        return (math.floor(self.lowest * 10**digits) + 1) / 10**digits
+
+
+class CopySplit:
+    """Holds out copies of documents that are held out already."""
+
+    def __init__(self, documents: Iterable[str] = ()) -> None:
+        self.places = {place_of(text) for text in documents}
+        self.copies = 0
+
+    def holds(self, text: str) -> bool:
+        copy = place_of(text) in self.places
+        self.copies += copy
+        return copy

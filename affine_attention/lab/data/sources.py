@@ -1,0 +1,343 @@
+"""Turns the names of sources into documents: files, folders, patterns and Hugging Face datasets.
+
+| written | read |
+|---|---|
+| `corpus/a.txt`, `b.jsonl.gz`, `c.parquet` | one file (readers.py) |
+| `corpus/` | every readable file below it, in the order of their names |
+| `corpus/*.train.txt.xz` | what the pattern finds, in the order of their names |
+| a folder that `Dataset.save_to_disk` wrote | its rows |
+| `hf:NAME[:CONFIG][@SPLIT]` | a dataset of the hub, or of a folder; the split is "train" unless named |
+| `embedded:gutenberg` | children's prose in the public domain, which ships with this package |
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from .readers import PARQUET, DocumentRule, check_column, kind_of, read_file, text_of
+
+HUB = "hf:"
+END_BYTES = 2**20  # of each end of a streamed file, for its identity
+EMBEDDED = {"embedded:gutenberg": Path(__file__).parent.parent / "embedded" / "gutenberg_pd_mini.txt"}
+
+
+class Layout(NamedTuple):
+    """Where the text is in a source."""
+
+    text_column: str = "text"
+    documents: DocumentRule = "blank_line"
+
+
+class Source(Protocol):
+    """Something that documents come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    def identity(self, whole: bool = True) -> dict[str, Any]:
+        """What changes exactly when the content does; JSON. Not whole: files too large to be read for it."""
+        ...
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        """Every document, in a fixed order."""
+        ...
+
+    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
+        """The documents of one rank, to be read piece by piece and gone on with later."""
+        ...
+
+
+class DocumentStream(Protocol):
+    """Documents of a source whose place can be kept."""
+
+    def start(self, epoch: int, place: Any = None) -> Iterator[str]: ...
+
+    def place(self) -> Any:
+        """Where the next document is; JSON."""
+        ...
+
+
+def find_sources(names: str | Path | Iterable[str | Path]) -> list[Source]:
+    """The sources of these names; an error where a name leads nowhere or two lead to the same file."""
+    listed = [names] if isinstance(names, str | Path) else list(names)
+    if not listed:
+        raise ValueError("no data: name at least one file, folder, pattern or hf:NAME")
+    found: list[Source] = []
+    for name in listed:
+        found += _find(name)
+    seen: set[str] = set()
+    for source in found:
+        key = str(source.path.resolve()) if isinstance(source, TextFile | SavedDataset) else source.name
+        if key in seen:
+            raise ValueError(f"{source.name} is named twice; its text would count twice")
+        seen.add(key)
+    return found
+
+
+def read_documents(
+    source: str | Path | Iterable[str | Path], *, text_column: str = "text", documents: DocumentRule = "blank_line"
+) -> Iterator[str]:
+    """The documents of one source or several, one after the other, without holding more than one file's piece.
+
+    Args:
+        source: files, folders, patterns, `hf:NAME[:CONFIG][@SPLIT]`; see the table above.
+        text_column: the column of json lines, parquet and datasets.
+        documents: what ends a document of a text file: "blank_line", "line" or "file".
+    """
+    for found in find_sources(source):
+        yield from found.read(Layout(text_column, documents))
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file on this machine."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def identity(self, whole: bool = True) -> dict[str, Any]:
+        return _file_identity(self.path, whole)
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        yield from read_file(self.path, *layout)
+
+    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
+        return CountedStream(self, layout, rank, ranks)
+
+
+@dataclass(frozen=True)
+class SavedDataset:
+    """A folder that `Dataset.save_to_disk` wrote."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def identity(self, whole: bool = True) -> dict[str, Any]:
+        state = json.loads((self.path / "state.json").read_text())
+        files = [_file_identity(self.path / entry["filename"], whole) for entry in state["_data_files"]]
+        return {"name": self.path.name, "files": files}
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        from datasets import load_from_disk
+
+        try:
+            dataset = load_from_disk(str(self.path))
+        except Exception as error:  # the library raises pyarrow's, json's and its own
+            raise ValueError(f"{self.path}: cannot be opened as a saved dataset ({error})") from error
+        yield from _rows(dataset, layout.text_column, self.name)
+
+    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
+        return CountedStream(self, layout, rank, ranks)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset that the `datasets` library knows by a name or a folder."""
+
+    path: str
+    config: str | None
+    split: str
+
+    @property
+    def name(self) -> str:
+        return HUB + self.path + (f":{self.config}" if self.config else "") + f"@{self.split}"
+
+    def identity(self, whole: bool = True) -> dict[str, Any]:
+        """The content of its files where they are on this machine, else their addresses, which name a revision."""
+        builder = self._builder()
+        files = [str(file) for file in (builder.config.data_files or {}).get(self.split.partition("[")[0], [])]
+        if files and all(Path(file).is_file() for file in files):
+            return {"name": self.name, "files": [_file_identity(Path(file), whole) for file in files]}
+        addresses = hashlib.sha256(json.dumps([builder.hash, files]).encode()).hexdigest()
+        return {"name": self.name, "number_of_files": len(files), "addresses": addresses}
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        builder = self._builder()
+        with _named_errors(self.name):
+            builder.download_and_prepare()
+            dataset = builder.as_dataset(split=self.split)
+        yield from _rows(dataset, layout.text_column, self.name)
+
+    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
+        from datasets.distributed import split_dataset_by_node
+
+        builder = self._builder()
+
+        def open_dataset() -> Any:
+            with _named_errors(self.name):
+                dataset = builder.as_streaming_dataset(split=self.split)
+            # The order of shards changes from epoch to epoch, and several are read in turns. A larger buffer of
+            # examples would be lost on resume, so sequences are shuffled by us, later.
+            dataset = dataset.shuffle(seed=seed, buffer_size=1)
+            return split_dataset_by_node(dataset, rank=rank, world_size=ranks) if ranks > 1 else dataset
+
+        return HubStream(open_dataset, layout.text_column, self.name)
+
+    def _builder(self) -> Any:
+        from datasets import load_dataset_builder
+
+        with _named_errors(self.name):
+            return load_dataset_builder(self.path, self.config)
+
+
+class CountedStream:
+    """Documents of a local source; its place is the number of documents gone by."""
+
+    def __init__(self, source: Source, layout: Layout, rank: int, ranks: int) -> None:
+        self.source, self.layout, self.rank, self.ranks = source, layout, rank, ranks
+        self.count = 0
+
+    def start(self, epoch: int, place: Any = None) -> Iterator[str]:
+        self.count = place or 0
+        for text in islice(self.source.read(self.layout), self.count, None):
+            mine = self.count % self.ranks == self.rank
+            self.count += 1
+            if mine:
+                yield text
+
+    def place(self) -> int:
+        return self.count
+
+
+class HubStream:
+    """Documents of a streamed dataset; its place is the library's own."""
+
+    def __init__(self, open_dataset: Callable[[], Any], column: str, name: str) -> None:
+        self.open_dataset, self.column, self.name = open_dataset, column, name
+        self.dataset: Any = None
+
+    def start(self, epoch: int, place: Any = None) -> Iterator[str]:
+        self.dataset = self.open_dataset()  # a used one would start where it was loaded
+        self.dataset.set_epoch(epoch)
+        if place is not None:
+            self.dataset.load_state_dict(place)
+        for row in _without_buffer_warning(self.dataset):
+            text = text_of(row, self.column, self.name).strip()
+            if text:
+                yield text
+
+    def place(self) -> Any:
+        return json.loads(json.dumps(self.dataset.state_dict()))
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Tells errors of the `datasets` library with the source's name."""
+    try:
+        yield
+    except Exception as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{name}: {error}; a dataset is written hf:NAME[:CONFIG][@SPLIT]") from error
+
+
+def _without_buffer_warning(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a dataset. The library warns of a lost buffer on resume; ours holds one example, already given out."""
+    logger = logging.getLogger("datasets.iterable_dataset")
+    level = logger.level
+    rows = iter(dataset)
+    logger.setLevel(logging.ERROR)
+    try:
+        first = next(rows, None)
+    finally:
+        logger.setLevel(level)
+    if first is not None:
+        yield first
+        yield from rows
+
+
+def _rows(dataset: Any, column: str, name: str) -> Iterator[str]:
+    from pyarrow import ArrowException
+
+    check_column(column, dataset.column_names, name)
+    batches = dataset.select_columns([column]).iter(batch_size=256)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ArrowException, OSError) as error:
+            raise ValueError(f"{name}: damaged ({error})") from error
+        if batch is None:
+            return
+        for value in batch[column]:
+            text = text_of({column: value}, column, name).strip()
+            if text:
+                yield text
+
+
+def _find(name: str | Path) -> list[Source]:
+    text = str(name)
+    if text.startswith(HUB):
+        return [_parse_hub(text)]
+    if text.startswith("embedded:") and text not in EMBEDDED:
+        raise ValueError(f"the texts that ship with the package are {', '.join(EMBEDDED)}, got {text!r}")
+    path = EMBEDDED.get(text, Path(text).expanduser())
+    if path.is_file():
+        return [_file(path)]
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
+        raise ValueError(f"{path} holds several splits ({', '.join(splits)}); name one of them, such as {path}/train")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return [SavedDataset(path)]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and kind_of(file) and not _hidden(file, path))
+        if not files:
+            raise ValueError(f"{path} holds no .txt, .jsonl, .json or .parquet file")
+        return [_file(file) for file in files]
+    if glob.has_magic(text):
+        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        if not matches:
+            raise FileNotFoundError(f"no file matches {text}")
+        return [_file(match) for match in matches]
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, siblings, n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    raise FileNotFoundError(f"{text} does not exist{hint}")
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _file(path: Path) -> TextFile:
+    if kind_of(path) is None:
+        raise ValueError(
+            f"{path}: this extension is not read; give .txt, .jsonl, .json or {PARQUET[0]} files (text and json also "
+            "as .gz, .xz, .bz2). Pickles are never opened"
+        )
+    return TextFile(path)
+
+
+def _parse_hub(text: str) -> HubDataset:
+    rest, _, split = text.removeprefix(HUB).partition("@")
+    path, _, config = rest.partition(":")
+    if not path:
+        raise ValueError(f"a dataset is written hf:NAME[:CONFIG][@SPLIT], got {text!r}")
+    return HubDataset(path, config or None, split or "train")
+
+
+def _file_identity(path: Path, whole: bool) -> dict[str, Any]:
+    """Of a file's bytes, or of its size and both its ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if whole:
+            digest = hashlib.file_digest(file, "sha256")
+        else:
+            digest = hashlib.sha256(file.read(END_BYTES))
+            file.seek(max(0, size - END_BYTES))
+            digest.update(file.read())
+    return {"name": path.name, "kind": kind_of(path), "bytes": size, "sha256": digest.hexdigest()}

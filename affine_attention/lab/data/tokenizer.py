@@ -1,0 +1,163 @@
+"""Turns text into token ids: a tokenizer by name, folder or file, or a byte-level BPE trained on the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SEPARATOR = "<|endoftext|>"
+# What models put between documents, for a bare tokenizer.json, which does not say.
+KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+SMALLEST_VOCABULARY = 257  # every byte and the separator
+BATCH_CHARACTERS = 2_000_000  # about 0.1 GB while they are encoded
+
+
+def load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer by hub name, by folder, or from a bare `tokenizer.json`. No code of a repository is run."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    path = Path(tokenizer).expanduser()
+    if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ValueError(f"tokenizer must be a name, a folder or a tokenizer.json, got the file {path}")
+        try:
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from error
+    from transformers import AutoTokenizer  # brings every model's classes, which takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, and whatever a damaged file makes of the library
+        raise ValueError(
+            f"tokenizer {str(tokenizer)!r} cannot be loaded; give a hub name, a folder with tokenizer files, or a "
+            f"tokenizer.json ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def train_tokenizer(documents: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these documents. The same documents in the same order give the same tokenizer.
+
+    It can be smaller than `vocabulary_size` where the text has fewer pairs to merge.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    check_vocabulary_size(vocabulary_size)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size, special_tokens=[SEPARATOR], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    backend.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR)
+
+
+def check_vocabulary_size(vocabulary_size: int | None) -> None:
+    if vocabulary_size is None:
+        raise ValueError("without a tokenizer one is trained on the data: set vocabulary_size, or name a tokenizer")
+    if isinstance(vocabulary_size, bool) or not isinstance(vocabulary_size, int):
+        raise TypeError(f"vocabulary_size must be a whole number, got {vocabulary_size!r}")
+    if vocabulary_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"vocabulary_size must be at least {SMALLEST_VOCABULARY} (every byte and {SEPARATOR}), got "
+            f"{vocabulary_size}"
+        )
+
+
+class DocumentEncoder:
+    """Text -> ids of a document: what the tokenizer puts first (a BOS, or nothing), its tokens, the separator."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str | None = None) -> None:
+        self.separator, separator_id = _separator(tokenizer, separator)
+        self.first = _first_tokens(tokenizer)
+        self.tail = [separator_id]
+        # The largest id that can come out, and the smallest dtype that holds it.
+        self.largest_id = max(*tokenizer.get_vocab().values(), *self.tail, *self.first)
+        self.dtype = np.dtype("<u2" if self.largest_id < 2**16 else "<u4")
+        # A copy: the file of a tokenizer may switch truncation or padding on, and neither belongs here.
+        self.backend: Any = None
+        self.tokenizer = tokenizer
+        if tokenizer.is_fast:
+            from tokenizers import Tokenizer
+
+            self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+            self.backend.no_truncation()
+            self.backend.no_padding()
+
+    def fingerprint(self) -> str:
+        """Changes when any document could be encoded in another way."""
+        if self.backend is not None:
+            content = self.backend.to_str()
+        else:
+            content = repr((type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())))
+        return hashlib.sha256(repr((content, self.first, self.tail)).encode()).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each document."""
+        pieces = [_pieces(text) for text in texts]
+        flat = [piece for document in pieces for piece in document]
+        if self.backend is not None:
+            encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(flat, add_special_tokens=False)]
+        else:
+            encoded = self.tokenizer(flat, add_special_tokens=False, truncation=False)["input_ids"]
+        found = iter(encoded)
+        return [
+            np.concatenate([self.first, *(next(found) for _ in document), self.tail]).astype(self.dtype)
+            for document in pieces
+        ]
+
+    def encode_all(self, documents: Iterable[str]) -> Iterator[list[np.ndarray]]:
+        """Ids of documents, a batch at a time, holding no more than one batch of text."""
+        for texts in batched(documents):
+            yield self.encode(texts)
+
+
+def batched(documents: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
+    """Lists of documents of about so many characters together."""
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> list[str]:
+    """A very long document in parts that end with a line, so that memory stays bounded; any other whole."""
+    pieces = []
+    while len(text) > BATCH_CHARACTERS:
+        cut = text.rfind("\n", 1, BATCH_CHARACTERS) + 1 or BATCH_CHARACTERS
+        pieces.append(text[:cut])
+        text = text[cut:]
+    return [*pieces, text]
+
+
+def _separator(tokenizer: PreTrainedTokenizerBase, separator: str | None) -> tuple[str, int]:
+    vocabulary = tokenizer.get_vocab()
+    wanted = separator or tokenizer.eos_token
+    if wanted is None:
+        wanted = next((token for token in KNOWN_SEPARATORS if token in vocabulary), None)
+        if wanted is None:
+            raise ValueError("the tokenizer names no end-of-text token; name one of its tokens with separator=")
+    if wanted not in vocabulary:
+        raise ValueError(f"separator must be a token of the tokenizer, got {wanted!r}")
+    return wanted, vocabulary[wanted]
+
+
+def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[bos] where the tokenizer starts every text with one (LLaMA 3 does, Qwen and SmolLM2 do not)."""
+    alone = list(tokenizer("")["input_ids"])
+    return [alone[0]] if alone and alone[0] == tokenizer.bos_token_id else []
