@@ -1,0 +1,160 @@
+"""Sorts runs into groups of one setting with its seeds, and gives each group its label, colour and dash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ...nn import PRESETS
+from . import paper_numbers
+from .collect import Run
+
+BASELINE = "softmax"
+
+# Colour-blind safe (after Okabe and Ito), each (on white, on dark); the page and the matplotlib figures share them.
+COLOURS = {
+    "softmax": ("#5c6570", "#aab3bf"),
+    "sink": ("#d17f00", "#f0a830"),
+    "affine": ("#0067b0", "#5ab0f0"),
+    "gated": ("#00875f", "#2dc498"),
+    "affine_gated": ("#b0458a", "#e389bf"),
+    "off_by_one": ("#8d7a00", "#d9c83c"),
+    "head_gated": ("#c24a00", "#ff8a4c"),
+    "affine_no_bias": ("#2b9cc4", "#8ed8f2"),
+}
+OTHER_COLOURS = (("#6a4fb3", "#ab97f0"), ("#7a5230", "#c79a72"), ("#3f7d20", "#93cf70"), ("#a01830", "#f07f90"))
+DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
+
+# Settings that say how a run is stored, watched or spread over devices, not what is trained.
+BOOKKEEPING = {
+    *("name", "seed", "data_seed", "mechanism", "device_batch", "gradient_checkpointing", "compile"),
+    *("save_every", "keep_checkpoints", "probe_every", "eval_every", "streaming"),
+}
+
+
+@dataclass
+class Group:
+    """Runs that differ in their seeds only."""
+
+    recipe_name: str
+    mechanism_name: str
+    variant: str
+    runs: list[Run]
+    colour: tuple[str, str] = OTHER_COLOURS[0]
+    dash: str = ""
+    label: str = ""
+
+    @property
+    def method(self) -> str:
+        """The mechanism and what tells it from its variants, without the recipe."""
+        return self.mechanism_name + (f" ({self.variant})" if self.variant else "")
+
+    @property
+    def mechanism(self) -> dict[str, Any]:
+        return self.runs[0].mechanism
+
+    @property
+    def settings(self) -> str:
+        """Everything that is trained but the mechanism: a baseline must have the same."""
+        return _frozen(_training(self.runs[0]))
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.mechanism_name == BASELINE
+
+    @property
+    def finished(self) -> bool:
+        return any(run.finished for run in self.runs)
+
+    @property
+    def paper_size(self) -> str | None:
+        """0.5B, 1B or 3B when this is the paper's own setting, unchanged; else None."""
+        size, recipe = paper_numbers.SIZES.get(self.recipe_name), self.runs[0].recipe
+        if size is None or recipe.get("teacher") is None or recipe.get("student") != paper_numbers.STUDENTS[size]:
+            return None
+        return size if all(recipe.get(key) == value for key, value in paper_numbers.SETTINGS.items()) else None
+
+
+def group_runs(runs: list[Run]) -> list[Group]:
+    """Groups in the order of recipes as given, the baseline first in each."""
+    found: dict[tuple[str, str, str], Group] = {}
+    for run in runs:
+        key = (run.recipe_name, _frozen(run.mechanism), _frozen(_training(run)))
+        found.setdefault(key, Group(run.recipe_name, run.mechanism_name, "", [])).runs.append(run)
+    groups = list(found.values())
+    for group in groups:
+        group.runs.sort(
+            key=lambda run: [(not isinstance(s, int), s if isinstance(s, int) else str(s)) for s in run.seeds]
+        )
+    names = list(dict.fromkeys(group.recipe_name for group in groups))
+    rank = {name: index for index, name in enumerate(COLOURS)}
+    groups.sort(key=lambda g: (names.index(g.recipe_name), rank.get(g.mechanism_name, len(rank))))
+    _label(groups, several_recipes=len(names) > 1)
+    _paint(groups)
+    return groups
+
+
+def baseline_of(group: Group, groups: list[Group]) -> Group | None:
+    """The softmax group with the same recipe and, but for the mechanism, the same settings."""
+    if group.is_baseline:
+        return None
+    for other in groups:
+        if other.is_baseline and other.recipe_name == group.recipe_name and other.settings == group.settings:
+            return other
+    return None
+
+
+def _label(groups: list[Group], several_recipes: bool) -> None:
+    """Names what differs between groups that share a recipe and a mechanism's name: `affine (learning_rate=0.002)`.
+
+    What a preset has anyway is not said: `affine` and `affine (activation=sigmoid)`.
+    """
+    for group in groups:
+        kin = [g for g in groups if (g.recipe_name, g.mechanism_name) == (group.recipe_name, group.mechanism_name)]
+        tables = [_flat(g.runs[0]) for g in kin]
+        mine = _flat(group.runs[0])
+        keys = dict.fromkeys(key for table in tables for key in table)
+        usual = _preset(group.mechanism_name)
+        differing = [
+            key
+            for key in keys
+            if len({_frozen(table.get(key)) for table in tables}) > 1
+            and (key not in usual or mine.get(key) != usual[key])
+        ]
+        group.variant = ", ".join(f"{key.removeprefix('mechanism.')}={_shown(mine.get(key))}" for key in differing)
+        group.label = group.method
+    if several_recipes:
+        for group in groups:
+            group.label = f"{group.recipe_name}: {group.label}"
+
+
+def _paint(groups: list[Group]) -> None:
+    unknown = [name for name in dict.fromkeys(g.mechanism_name for g in groups) if name not in COLOURS]
+    used: dict[str, int] = {}
+    for group in groups:
+        name = group.mechanism_name
+        group.colour = COLOURS[name] if name in COLOURS else OTHER_COLOURS[unknown.index(name) % len(OTHER_COLOURS)]
+        group.dash = DASHES[used.get(name, 0) % len(DASHES)]
+        used[name] = used.get(name, 0) + 1
+
+
+def _training(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.recipe.items() if key not in BOOKKEEPING}
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    inner = {f"mechanism.{key}": value for key, value in run.mechanism.items()}
+    return {key: value for key, value in (_training(run) | inner).items() if key != "mechanism.name"}
+
+
+def _preset(name: str) -> dict[str, Any]:
+    return {f"mechanism.{key}": value for key, value in PRESETS[name].to_dict().items()} if name in PRESETS else {}
+
+
+def _frozen(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
