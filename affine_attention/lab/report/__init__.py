@@ -1,5 +1,4 @@
 """Turns run folders into one self-contained page: tables, figures and maps, beside the paper's own numbers."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Turns numbers into the cells, rows and tables that the page shows and copies."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

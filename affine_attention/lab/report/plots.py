@@ -1,5 +1,4 @@
 """Turns groups of runs into the data of the paper's Figures 2 to 11 and of a few more, ready for the page."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

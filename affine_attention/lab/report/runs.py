@@ -1,5 +1,4 @@
 """Describes the runs themselves: how far they came, what is missing in them, and what they were made of."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
 """Turns groups of runs into the paper's Tables 1 to 5, and their differences to the baseline, as rows of cells."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

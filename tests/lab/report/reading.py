@@ -1,5 +1,4 @@
 """Reads tables, text and embedded data back out of a page, as a browser without scripts would."""
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Skipped, with a word, where no browser is on the PATH or in CHROMIUM. REPORT_PICTURES=folder keeps the screenshots.
 """
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
 
 from __future__ import annotations
 

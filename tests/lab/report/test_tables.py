@@ -1,5 +1,3 @@
-# ruff: noqa: RUF001  typography of the page: minus, dash, Greek
-
 import json
 import math
 
