@@ -68,6 +68,11 @@ def affine_attention(
         raise ValueError(GENERATES_NOT)
     alpha, beta, sink, gate = layer.coefficients(affine_hidden, query, key, **arguments, token_mask=token_mask)
     sink = own_sink(sink, query.shape[1])
+    if layer.observer is not None:
+        layer.observer(
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+            token_mask=token_mask, **arguments,
+        )  # fmt: skip
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
         **arguments,

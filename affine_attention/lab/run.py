@@ -142,13 +142,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plain_numbers(value: Any) -> Any:
-    """The same with NaN and infinities as None, tensors as lists and paths as text: what strict JSON can hold."""
+    """The same with NaN and infinities as None, tensors as lists, paths as text: what a strict JSON file can hold."""
     if isinstance(value, dict):
         return {str(key): plain_numbers(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain_numbers(entry) for entry in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):  # half of a surrogate pair, which a byte-level tokenizer can leave, is no UTF-8
+        return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):

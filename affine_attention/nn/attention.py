@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class AttentionMechanism(nn.Module):
     """
 
     sink: Tensor | None
+    observer: Callable[..., None] | None = None  # sees (query, key, value, **arguments) of each call of the operator
 
     def __init__(
         self,
@@ -124,6 +126,11 @@ class AttentionMechanism(nn.Module):
         """The operator with this layer's coefficients: [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
         alpha, beta, sink, gate = self.coefficients(hidden, query, key, **visible, token_mask=token_mask)
+        if self.observer is not None:
+            self.observer(
+                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=softmax_scale,
+                token_mask=token_mask, **visible,
+            )  # fmt: skip
         return attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
             softmax_scale=softmax_scale, nonnegative_alpha=True, impl=impl,

@@ -23,6 +23,9 @@ def test_json_is_strict_and_written_whole(tmp_path):
     }
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
+    write_json(path.with_name("text.json"), {"token": "\ud83d \x00 </script>"})
+    assert read_json(path.with_name("text.json")) == {"token": "? \x00 </script>"}
+    path.with_name("text.json").unlink()
     assert read_json(path)["b"] == [None, 1.5], "the old file stays when the new one cannot be written"
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 

@@ -1,0 +1,133 @@
+"""Turns calls of a layer, one after the other, into means, deviations and histograms of each head.
+
+Nothing grows with the number of calls but one number for each query (the row sum averaged over heads, whose median
+Figure 3 draws).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import metrics
+from .capture import AttentionCall
+
+# The same edges for every mechanism and run, so that histograms can be laid over each other; what lies outside is
+# counted in the end bins. Alphas and row sums are from 0 to 1: a row sum is a mean of alpha and running_alpha weighted
+# by n / N, or what a sink leaves of 1. The bins have 0, 0.02, .. 1 in their middle, so that softmax's 1 (give or take
+# rounding) and clipped alphas fall into one bin each.
+SHARE_EDGES = torch.arange(-1, 102, 2, dtype=torch.float64) / 100
+ENTROPY_EDGES = torch.arange(0, 45, dtype=torch.float64) / 4  # nats; log(32768) is 10.4
+
+
+class Moments:
+    """Count, mean and standard deviation of each head, from parts: fp64, no difference of large sums."""
+
+    def __init__(self, heads: int) -> None:
+        self.count, self.mean, self.squares = (torch.zeros(heads, dtype=torch.float64) for _ in range(3))
+
+    def add(self, values_BHT: Tensor, counted_BHT: Tensor) -> None:
+        values = values_BHT.detach().cpu().double().transpose(0, 1).flatten(1)
+        counted = counted_BHT.cpu().expand_as(values_BHT).transpose(0, 1).flatten(1)
+        count = counted.sum(1).double()
+        mean = torch.where(counted, values, 0).sum(1) / count.clamp(min=1)
+        squares = torch.where(counted, values - mean[:, None], 0).square().sum(1)
+        together = self.count + count
+        share = count / together.clamp(min=1)
+        step = mean - self.mean
+        self.squares += squares + step.square() * self.count * share
+        self.mean += step * share
+        self.count = together
+
+    def means(self) -> list[float | None]:
+        return metrics.finite_or_none(torch.where(self.count > 0, self.mean, torch.nan).tolist())
+
+    def deviations(self) -> list[float | None]:
+        """Of the values seen, not an estimate for others: divided by their number."""
+        return metrics.finite_or_none((self.squares / self.count).sqrt().tolist())
+
+
+class Histogram:
+    """Counts of each head between fixed edges; numbers that are not finite are in no bin."""
+
+    def __init__(self, heads: int, edges: Tensor) -> None:
+        self.edges = edges
+        self.counts = torch.zeros(heads, len(edges) - 1, dtype=torch.int64)
+
+    def add(self, values_BHT: Tensor, counted_BHT: Tensor) -> None:
+        values = values_BHT.detach().cpu().double().transpose(0, 1).flatten(1)
+        counted = counted_BHT.cpu().expand_as(values_BHT).transpose(0, 1).flatten(1) & values.isfinite()
+        heads, bins = self.counts.shape
+        places = (
+            torch.bucketize(values.contiguous(), self.edges[1:-1], right=True) + bins * torch.arange(heads)[:, None]
+        )
+        self.counts += torch.bincount(places[counted], minlength=heads * bins).view(heads, bins)
+
+
+class LayerTally:
+    """The numbers of one layer over all calls: what `inspection.json` says about it."""
+
+    def __init__(self, heads: int) -> None:
+        self.moments = {name: Moments(heads) for name in metrics.Rows._fields[:-1]}
+        self.row_sum = Histogram(heads, SHARE_EDGES)
+        self.entropy = {name: Histogram(heads, ENTROPY_EDGES) for name in ("entropy_softmax", "entropy_weights")}
+        self.over_heads: list[Tensor] = []
+        self.over_heads_histogram = Histogram(1, SHARE_EDGES)
+        self.alpha, self.alpha_histogram = Moments(heads), Histogram(heads, SHARE_EDGES)
+        self.low, self.high = Moments(heads), Moments(heads)
+        self.logits, self.pairs = (torch.zeros(heads, dtype=torch.float64) for _ in range(2))
+        self.gate, self.gate_saturated, self.gate_count = 0.0, 0.0, 0.0
+        self.not_finite = 0
+
+    def add(self, call: AttentionCall) -> None:
+        rows = metrics.measure_rows(
+            call.query, call.key, alpha=call.alpha, beta=call.beta, sink=call.sink, visibility=call.visibility,
+            softmax_scale=call.softmax_scale, token_mask=call.token_mask,
+        )  # fmt: skip
+        self.not_finite += int((~rows.row_sum.isfinite() & rows.counted).sum())
+        with_weights = rows.counted & (rows.absolute_sum != 0)  # a row of zeros has no distribution
+        for name, moments in self.moments.items():
+            moments.add(getattr(rows, name), with_weights if name == "entropy_weights" else rows.counted)
+        self.row_sum.add(rows.row_sum, rows.counted)
+        self.entropy["entropy_softmax"].add(rows.entropy_softmax, rows.counted)
+        self.entropy["entropy_weights"].add(rows.entropy_weights, with_weights)
+        self._add_over_heads(rows)
+        sums, counts = metrics.logit_sums(call.query, call.key, call.visibility, call.softmax_scale, call.token_mask)
+        self.logits += sums.cpu()
+        self.pairs += counts.cpu()
+        if call.alpha is not None:
+            self._add_alpha(call.alpha, rows.counted)
+        if call.gate is not None:
+            self._add_gate(call.gate, call.token_mask)
+
+    def _add_over_heads(self, rows: metrics.Rows) -> None:
+        counted_BT = rows.counted.any(1)
+        mean_BT = torch.where(rows.counted, rows.row_sum, 0).sum(1) / rows.counted.sum(1).clamp(min=1)
+        self.over_heads.append(mean_BT[counted_BT].cpu())
+        self.over_heads_histogram.add(mean_BT[:, None], counted_BT[:, None])
+
+    def _add_alpha(self, alpha: Tensor, counted: Tensor) -> None:
+        self.alpha.add(alpha, counted)
+        self.alpha_histogram.add(alpha, counted)
+        self.low.add(alpha <= 0, counted)
+        self.high.add(alpha >= 1, counted)
+
+    def _add_gate(self, gate: Tensor, token_mask: Tensor | None) -> None:
+        total, count = metrics.share_sums(gate, token_mask)
+        saturated, _ = metrics.share_sums(metrics.is_gate_saturated(gate), token_mask)
+        self.gate += float(total.sum())
+        self.gate_saturated += float(saturated.sum())
+        self.gate_count += float(count.sum())
+
+    def mean_logit(self) -> list[float | None]:
+        return metrics.finite_or_none((self.logits / self.pairs).tolist())
+
+    def over_heads_numbers(self) -> dict[str, Any]:
+        """Mean, standard deviation and median of the row sums that are averaged over heads first."""
+        values = torch.cat([torch.zeros(0), *self.over_heads]).double()
+        if not len(values):
+            return {"mean": None, "std": None, "median": None}
+        numbers = {"mean": values.mean(), "std": values.std(correction=0), "median": values.quantile(0.5)}
+        return {name: metrics.finite_or_none(float(number)) for name, number in numbers.items()}
