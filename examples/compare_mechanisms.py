@@ -1,6 +1,6 @@
 """Trains one small byte-level language model for each mechanism on public-domain prose and compares them.
 
-    make study                                       # all eight mechanisms, about a minute on two cores
+    python -m examples.compare_mechanisms            # all eight mechanisms, about a minute on two cores
     python -m examples.compare_mechanisms --mechanisms softmax affine --steps 300
 
 Same initial weights wherever mechanisms share them, same batches in the same order. It shows how to train with the
@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import affine_attention
 from affine_attention import Mechanism, SelfAttention, attention_weights, commit_running_alpha
 from affine_attention.nn import PRESETS
 from affine_attention.nn.rotary import rotate
 
-TEXT = Path(__file__).parent / "data" / "gutenberg_pd_mini.txt"
+TEXT = Path(affine_attention.__file__).parent / "lab" / "embedded" / "gutenberg_pd_mini.txt"
 LENGTH, WIDTH, LAYERS, HEADS, GROUPS, BATCH = 128, 96, 2, 6, 2, 16
 
 

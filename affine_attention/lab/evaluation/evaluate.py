@@ -1,0 +1,313 @@
+"""Turns a run folder, a checkpoint or a model into evaluation.json: perplexities and task scores.
+
+>>> evaluate("runs/affine-0", perplexity={"c4": "heldout/c4.jsonl"}, task_data="evals")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, read_json, write_json
+from .direct import run_direct
+from .harness import check_names, default_metric, run_harness
+from .perplexity import perplexity as measure_perplexity
+from .perplexity import split_articles
+from .scoring import max_length, mechanism_of
+from .tasks import DEFAULT_TASKS, TASKS, TaskFile, choose_tasks, find_tasks, harness_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DEFAULT_LENGTH = 1024
+PAPER = "paper"  # stands for DEFAULT_TASKS in a list of tasks
+
+
+def evaluate(
+    path_or_model: Any,
+    *,
+    tokenizer: Any = None,
+    perplexity: Mapping[str, Any] | Sequence[str | Path] = (),
+    tasks: Sequence[str] | None = None,
+    task_data: str | Path | None = None,
+    engine: Literal["harness", "direct"] = "harness",
+    batch_size: int | None = None,
+    length: int | None = None,
+    stride: int | None = None,
+    limit: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
+    output: str | Path | None = None,
+    seed: int = 0,
+    cache: dict[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Evaluates a model and returns what evaluation.json holds; what was there of the same weights stays.
+
+    Scores depend neither on the order of documents or items, nor, beyond rounding, on the batch size.
+
+    Args:
+        path_or_model: the folder of a run, a folder that save_pretrained wrote, or a loaded model.
+        tokenizer: for a loaded model, or one that is not in the folder.
+        perplexity: {name: file}, or files, which are then named by their stems; a file is a source of
+            `lab.data.read_documents` (text, jsonl, parquet, folders), a list of them, or None: what the run held out.
+        tasks: names; "paper" or None: the paper's six and LAMBADA; None is no task where only perplexity is asked for.
+        task_data: a folder of task files (see `lab.tasks`); None: lm-evaluation-harness fetches its own.
+        engine: "harness" runs lm-evaluation-harness; "direct" scores ready-made contexts without it (it need not be
+            installed), in fewer and larger forwards, to the same accuracies.
+        batch_size: sequences in a forward at most; None: chosen by the device.
+        length: tokens in a window of perplexity; None: the run's sequence length, else the bias_length, else 1024.
+        stride: scored tokens of a window, see `lab.perplexity`.
+        limit: only so many documents and items, from the first.
+        device: where to; None: the GPU where there is one. A loaded model stays where it is.
+        dtype: of the weights; None: as saved.
+        autocast: runs the forward under autocast with this dtype ("bfloat16": how models here are trained).
+        output: a file, or a folder for evaluation.json; None: the run's folder; nothing is written for other models.
+        seed: of the harness's samplers; zero-shot scores do not depend on it.
+        cache: an empty dict that is passed to several calls keeps tokenised text between models.
+    """
+    if engine not in ("harness", "direct"):
+        raise ValueError(f'engine must be "harness" or "direct", got {engine!r}')
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"limit must be None or an integer of at least 1, got {limit!r}")
+    cache = {} if cache is None else cache
+    texts = _named_texts(perplexity)
+    chosen = _chosen_tasks(tasks, task_data, engine, bool(texts))
+    casting = _dtype("autocast", autocast)
+    folder, run = locate(path_or_model)
+    documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
+    model, tokenizer = load(folder or path_or_model, tokenizer, device=device, dtype=dtype)
+    identity = fingerprint_model(model) if folder is None else fingerprint_weights(folder)
+
+    numerics = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "autocast": None if casting is None else str(casting).removeprefix("torch."),
+    }
+
+    results: dict[str, Any] = {"perplexity": {}, "tasks": {}}
+    window = length or default_length(model, run)
+    for name, (source, texts_of_source) in documents.items():
+        found = measure_perplexity(
+            model, tokenizer, texts_of_source, length=window, stride=stride, batch_size=batch_size, autocast=casting,
+            cache=cache,
+        )  # fmt: skip
+        found["protocol"] |= {"source": source, "limit": limit, "date": now()}
+        results["perplexity"][name] = found
+    if chosen:
+        if engine == "direct":
+            scores = run_direct(
+                model, tokenizer, [task for task in chosen if isinstance(task, TaskFile)], batch_size=batch_size,
+                limit=limit, autocast=casting, cache=cache,
+            )  # fmt: skip
+        else:
+            scores = run_harness(
+                model, tokenizer, chosen, batch_size=batch_size, limit=limit, autocast=casting, seed=seed
+            )
+        for task in chosen:
+            name = task.task if isinstance(task, TaskFile) else task
+            how = {"engine": engine, "limit": limit, **numerics, "date": now()}
+            results["tasks"][name] = task_entry(task, scores[name]) | how
+
+    made = describe_machine(next(model.parameters()).device) | {"model": identity, **numerics}
+    target = output_file(output, run)
+    merged = plain_numbers({"schema": SCHEMA, "made": made, **merge(target, results, identity)})
+    if target is not None:
+        write_json(target, merged)
+    return merged
+
+
+def format_evaluation(path: Any, found: dict[str, Any]) -> str:
+    """What evaluation.json holds, as lines to print."""
+    lines = [str(path)]
+    if found["perplexity"]:
+        lines.append(f"  {'perplexity':16} {'token':>10} {'word':>10} {'byte':>10} {'bits/byte':>10} {'documents':>10}")
+    for name, entry in found["perplexity"].items():
+        numbers = " ".join(f"{_number(entry[key]):>10}" for key in ("token", "word", "byte", "bits_per_byte"))
+        lines.append(f"  {name:16} {numbers} {entry['documents']:>10}")
+    if found["tasks"]:
+        lines.append(f"  {'task':16} {'metric':>10} {'value':>10} {'±':>10} {'items':>10}")
+    for name, entry in found["tasks"].items():
+        value, stderr = _number(entry["value"]), _number(entry["stderr"])
+        lines.append(f"  {name:16} {entry['metric']:>10} {value:>10} {stderr:>10} {entry['n']:>10}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def locate(path_or_model: Any) -> tuple[Path | None, RunFolder | None]:
+    """(folder of the checkpoint, run that it belongs to); a loaded model has neither."""
+    if not isinstance(path_or_model, str | Path):
+        return None, None
+    path = Path(path_or_model)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder; give a run, a folder of save_pretrained, or a loaded model")
+    run = None if (path / "config.json").is_file() else RunFolder(path)
+    folder = path if run is None else run.model
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{path} holds no finished model: neither config.json nor model/config.json is there")
+    return folder, run
+
+
+def load(
+    folder_or_model: Any, tokenizer: Any, *, device: torch.device | str | None, dtype: torch.dtype | str | None
+) -> tuple[Any, Any]:
+    """(model, tokenizer). A folder's own code is never run: this package knows its classes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ... import hf  # noqa: F401  makes checkpoints with a mechanism known to AutoModelForCausalLM
+
+    wanted = _dtype("dtype", dtype)
+    if not isinstance(folder_or_model, Path):
+        if tokenizer is None:
+            raise ValueError("tokenizer must be given with a loaded model, got None")
+        if wanted not in (None, folder_or_model.dtype):
+            raise ValueError(
+                f"dtype must be left out for a loaded model, whose weights are {folder_or_model.dtype}, got {wanted}; "
+                "load it in that dtype, or pass autocast"
+            )
+        return folder_or_model, tokenizer
+    model: Any = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=wanted or "auto", trust_remote_code=False)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if tokenizer is None:
+        if not any((folder_or_model / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+            raise ValueError(f"tokenizer must be given: {folder_or_model} holds none")
+        tokenizer = AutoTokenizer.from_pretrained(folder_or_model, trust_remote_code=False)
+    return model, tokenizer
+
+
+def default_length(model: Any, run: RunFolder | None) -> int:
+    """The length that the model was trained with, as far as is known, or 1024; never more than it can read."""
+    length: Any = None
+    if run is not None and run.exists:
+        length = run.recipe().sequence_length
+    elif (mechanism := mechanism_of(model)) is not None:
+        length = mechanism["bias_length"]
+    return min(length if isinstance(length, int) else DEFAULT_LENGTH, max_length(model))
+
+
+def task_entry(task: TaskFile | str, found: dict[str, Any]) -> dict[str, Any]:
+    """A task as evaluation.json has it: the metric that tables report, and all of them."""
+    metrics = found["metrics"]
+    if isinstance(task, TaskFile):
+        metric = task.metric
+        source = {"file": task.path.name, "split": task.split or None, "form": task.form, "sha256": task.sha256()}
+    else:
+        metric = TASKS[task].metric if task in TASKS else default_metric(metrics)
+        source = {"file": None, "split": TASKS[task].split if task in TASKS else None, "form": "hub", "sha256": None}
+    return {"metric": metric, **metrics[metric], "n": found["n"], "metrics": metrics, **source}
+
+
+def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[str, Any]:
+    """New results over those that the file has, unless it was made of other weights."""
+    if target is None or not target.is_file():
+        return results
+    old = read_json(target)
+    if old.get("made", {}).get("model") != identity:
+        warnings.warn(f"{target} was made of other weights: its results are replaced", stacklevel=3)
+        return results
+    return {part: old.get(part, {}) | results[part] for part in ("perplexity", "tasks")}
+
+
+def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None:
+    if output is None:
+        return None if run is None else run.evaluation_file
+    path = Path(output)
+    return path if path.suffix == ".json" and not path.is_dir() else path / "evaluation.json"
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """Changes when a checkpoint does: of its configuration, and of the size and both ends of each file of weights."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {size} ".encode() + file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def fingerprint_model(model: Any) -> str:
+    """The same for a loaded model: of the shapes and some values of its tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + some.tobytes())
+    return digest.hexdigest()
+
+
+def _chosen_tasks(
+    tasks: Sequence[str] | None, task_data: str | Path | None, engine: str, has_texts: bool
+) -> list[TaskFile] | list[str]:
+    if isinstance(tasks, str):
+        raise TypeError(f"tasks must be a list of names, got the string {tasks!r}")
+    if tasks is not None:
+        tasks = [name for given in tasks for name in (DEFAULT_TASKS if given == PAPER else (given,))]
+        if not tasks:
+            return []
+    if tasks is None and task_data is None and has_texts:
+        return []
+    if engine == "harness":
+        harness_folder()
+    if task_data is not None:
+        return choose_tasks(tasks, find_tasks(task_data))
+    if engine == "direct":
+        raise ValueError('engine="direct" needs task_data, a folder with ready-made contexts, got None')
+    names = list(DEFAULT_TASKS if tasks is None else tasks)
+    check_names(names)
+    return names
+
+
+def _named_texts(perplexity: Mapping[str, Any] | Sequence[str | Path]) -> dict[str, Any]:
+    if isinstance(perplexity, str | Path):
+        perplexity = [perplexity]
+    if isinstance(perplexity, Mapping):
+        return dict(perplexity)
+    named: dict[str, Any] = {}
+    for file in perplexity:
+        name = Path(file).name.split(".")[0]
+        if name in named:
+            raise ValueError(f"two files of perplexity are called {name!r}; name them: {{'a': ..., 'b': ...}}")
+        named[name] = file
+    return named
+
+
+def _read(
+    name: str, source: Any, run: RunFolder | None, limit: int | None, cache: dict[Any, Any]
+) -> tuple[str, list[str]]:
+    """(where a held-out set comes from, its documents)."""
+    from ..data import read_documents
+    from ..data.heldout import FractionSplit
+
+    share, column = 0.0, "text"
+    if source is None:
+        if run is None or not run.exists:
+            raise ValueError(f"perplexity[{name!r}] must name a file: None is what a run held out, and this is no run")
+        recipe = run.recipe()
+        source, column = recipe.heldout, recipe.text_column
+        if isinstance(source, float):
+            share, source = source, recipe.data
+            if not share:
+                raise ValueError(f"perplexity[{name!r}] must name a file: the run held nothing out (heldout = 0)")
+    words = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+    if share:
+        words = f"documents held out of {words} ({share:g})"
+    if ("text", words, column) not in cache:
+        split = FractionSplit(share)
+        texts = [text for text in read_documents(source, text_column=column) if not share or split.holds(text)]
+        cache["text", words, column] = split_articles(texts)
+    return words, cache["text", words, column][:limit]
+
+
+def _dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if value not in DTYPES:
+        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")
+    return DTYPES[value]

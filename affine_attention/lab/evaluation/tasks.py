@@ -1,0 +1,284 @@
+"""Turns a folder of task data into tasks of lm-evaluation-harness that need no network.
+
+A file is named by its task and, where it has one, its split: `piqa.jsonl`, `arc_easy_test.jsonl`. It holds either the
+original records of the data set (json lines, parquet or arrow: the harness's own definition is used) or ready-made
+contexts, one json object a line, in one of three forms:
+
+    {"ctx": "Question: ..\\nAnswer:", "choices": ["yes", "no"], "gold": 0}          one context, several continuations
+    {"ctxs": ["Ann met Bo, so Ann", ".. so Bo"], "continuation": "left.", "gold": 1}  several contexts, one continuation
+    {"ctx": "She opened the", "target": " door"}                                    the last word, as in LAMBADA
+
+A space stands between a context and its continuation; a target brings its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Task(NamedTuple):
+    """A task of the harness: what tables report of it, on which split, where it is defined, from which fields."""
+
+    metric: str
+    split: str
+    definition: str  # in lm_eval/tasks
+    fields: tuple[str, ...]
+
+
+# The paper names no metric. Reported is acc_norm (by the length of an answer) where the harness computes it, else acc;
+# every metric is kept beside it.
+TASKS: dict[str, Task] = {
+    "winogrande": Task(
+        "acc", "validation", "winogrande/default.yaml", ("sentence", "option1", "option2", "answer")
+    ),
+    "piqa": Task("acc_norm", "validation", "piqa/piqa.yaml", ("goal", "sol1", "sol2", "label")),
+    "hellaswag": Task(
+        "acc_norm", "validation", "hellaswag/hellaswag.yaml", ("activity_label", "ctx_a", "ctx_b", "endings", "label")
+    ),
+    "arc_challenge": Task("acc_norm", "test", "arc/arc_challenge.yaml", ("question", "choices", "answerKey")),
+    "arc_easy": Task("acc_norm", "test", "arc/arc_easy.yaml", ("question", "choices", "answerKey")),
+    "boolq": Task("acc", "validation", "super_glue/boolq/default.yaml", ("passage", "question", "label")),
+    "lambada_openai": Task("acc", "test", "lambada/lambada_openai.yaml", ("text",)),
+    "openbookqa": Task("acc_norm", "test", "openbookqa/openbookqa.yaml", ("question_stem", "choices", "answerKey")),
+}  # fmt: skip
+DEFAULT_TASKS = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq", "lambada_openai")
+LOCAL = "_local"  # what the harness calls a task that is read from a file: piqa_local
+
+SPLITS = {"": "", "test": "test", "val": "validation", "valid": "validation", "validation": "validation",
+          "dev": "validation", "train": "train"}  # fmt: skip
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}  # ending -> reader in datasets
+FORMS = {
+    "choices": ("ctx", "choices", "gold"),
+    "contexts": ("ctxs", "continuation", "gold"),
+    "target": ("ctx", "target"),
+}
+
+
+class TaskFile(NamedTuple):
+    """A file of task data. `form` is one of FORMS, or "records" for the original fields."""
+
+    task: str
+    split: str
+    path: Path
+    form: str
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What the harness computes for ready-made contexts of this task."""
+        if self.form == "target":
+            return ("perplexity", "acc")
+        if self.form == "contexts" or (self.task in TASKS and TASKS[self.task].metric == "acc"):
+            return ("acc",)
+        return ("acc", "acc_norm")
+
+    @property
+    def metric(self) -> str:
+        """The one that tables report."""
+        return TASKS[self.task].metric if self.task in TASKS else self.metrics[-1]
+
+    def sha256(self) -> str:
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_tasks(task_data: Path | str) -> dict[str, TaskFile]:
+    """The tasks that a folder has data for. Of several files for one task the harness's split is taken."""
+    folder = Path(task_data)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"task_data must be a folder of task files, got {folder}")
+    candidates: dict[str, list[tuple[str, Path]]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in READERS and path.is_file() and not path.name.startswith("."):
+            task, split = split_name(path.stem)
+            if split != "train":
+                candidates.setdefault(task, []).append((split, path))
+    found = {}
+    for task, files in candidates.items():
+        wanted = TASKS[task].split if task in TASKS else "test"
+        preference = [wanted, "", "test", "validation"]
+        split, path = min(files, key=lambda entry: (preference.index(entry[0]), entry[1]))
+        form = form_of(path, task)
+        if form is not None:
+            found[task] = TaskFile(task, split, path.resolve(), form)
+    if not found:
+        raise ValueError(
+            f"task_data={str(folder)!r} holds no task: a file is named by its task, as piqa.jsonl or "
+            f"arc_easy_test.jsonl, for {', '.join(TASKS)}, or has any name and ready-made contexts (ctx, choices, gold)"
+        )
+    return found
+
+
+def split_name(stem: str) -> tuple[str, str]:
+    """("arc_easy", "test") for "arc_easy_test"; a name without a split has the split ""."""
+    for ending, split in SPLITS.items():
+        for mark in "_-.":
+            if ending and stem.endswith(mark + ending):
+                return stem[: -len(mark + ending)], split
+    return stem, ""
+
+
+def form_of(path: Path, task: str) -> str | None:
+    """Which form a file has, by the fields of its first record; None for a file that is no task at all."""
+    fields = first_fields(path)
+    for form, needed in FORMS.items():
+        if path.suffix in (".jsonl", ".json") and fields.issuperset(needed):
+            return form
+    if task not in TASKS:
+        return None
+    missing = [name for name in TASKS[task].fields if name not in fields]
+    if missing:
+        raise ValueError(
+            f"{path} must hold original records of {task} (fields {', '.join(TASKS[task].fields)}) or ready-made "
+            f"contexts (ctx, choices, gold); its first record lacks {', '.join(missing)}: it has "
+            f"{', '.join(sorted(fields)) or 'nothing'}"
+        )
+    return "records"
+
+
+def first_fields(path: Path) -> set[str]:
+    if READERS[path.suffix] == "json":
+        with open(path, encoding="utf-8") as file:
+            line = next((line for line in file if line.strip()), "{}")
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} must hold one json object a line, its first line is not: {error.msg}") from error
+        return set(record) if isinstance(record, dict) else set()
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f'{path} needs pyarrow; pip install "affine-attention[eval]"') from error
+    if path.suffix == ".parquet":
+        return set(pyarrow.parquet.read_schema(path).names)
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            return set(pyarrow.ipc.open_stream(source).schema.names)
+        except pyarrow.ArrowInvalid:
+            return set(pyarrow.ipc.open_file(source).schema.names)
+
+
+def read_items(file: TaskFile) -> Iterator[dict[str, Any]]:
+    """The ready-made items of a file, each checked: an error names the line."""
+    with open(file.path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file.path}, line {number}"
+            try:
+                item = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not a json object ({error.msg})") from error
+            missing = [name for name in FORMS[file.form] if name not in item]
+            if missing:
+                raise ValueError(f"{where}: must have the fields {', '.join(FORMS[file.form])}, lacks {missing[0]}")
+            if file.form != "target":
+                several = item["choices" if file.form == "choices" else "ctxs"]
+                if not isinstance(item["gold"], int) or not 0 <= item["gold"] < len(several):
+                    raise ValueError(f"{where}: gold must be 0 to {len(several) - 1}, got {item['gold']!r}")
+            yield item
+
+
+def choose_tasks(names: Iterable[str] | None, found: dict[str, TaskFile]) -> list[TaskFile]:
+    """The files of the tasks that are asked for; None: those of DEFAULT_TASKS that are there."""
+    if names is None:
+        chosen = [found[name] for name in DEFAULT_TASKS if name in found]
+        if not chosen:
+            raise ValueError(f"task_data holds none of {', '.join(DEFAULT_TASKS)}; name tasks of {', '.join(found)}")
+        return chosen
+    chosen = []
+    for name in names:
+        if name not in found:
+            hint = "" if name in TASKS else nearest(name, [*found, *TASKS])
+            raise ValueError(f"task_data has no file for the task {name!r}{hint}; it has {', '.join(found)}")
+        chosen.append(found[name])
+    return chosen
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(str(name), list(dict.fromkeys(known)), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def write_tasks(task_data: Path | str, directory: Path | str, tasks: Iterable[str] | None = None) -> list[str]:
+    """Writes a definition for each task of a folder, for the harness's own command line; returns their names.
+
+    >>> write_tasks("evals", "definitions")  # doctest: +SKIP
+    ['arc_challenge_local', 'arc_easy_local', ..]
+
+    Then `lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks piqa_local --include_path
+    definitions`. Definitions name the data by absolute path.
+    """
+    found = find_tasks(task_data)
+    chosen = list(found.values()) if tasks is None else choose_tasks(tasks, found)
+    return [write_definition(file, Path(directory)) for file in chosen]
+
+
+def write_definition(task: TaskFile | str, directory: Path) -> str:
+    """Writes the harness's definition of a task, read from its file or, by name alone, as the harness has it."""
+    import yaml
+
+    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(task, TaskFile):
+        settings = definition(task)
+    else:
+        settings = {"include": str(harness_folder() / "tasks" / TASKS[task].definition), "task": task, "tag": None}
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    (directory / f"{settings['task']}.yaml").write_text(text, encoding="utf-8")
+    return settings["task"]
+
+
+def definition(file: TaskFile) -> dict[str, Any]:
+    """The harness's definition of a local task."""
+    split = TASKS[file.task].split if file.form == "records" else "test"
+    settings: dict[str, Any] = {
+        "task": file.task + LOCAL,
+        "dataset_path": READERS[file.path.suffix],
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(file.path)}},
+        "training_split": None,
+        "validation_split": None,
+        "test_split": None,
+        "fewshot_split": None,
+    }
+    settings[f"{split}_split"] = split
+    if file.form == "records":
+        return {"include": str(harness_folder() / "tasks" / TASKS[file.task].definition), **settings, "tag": None}
+    text, choices, target = {
+        "choices": ("ctx", "choices", "gold"),
+        # Where doc_to_text gives a number, the harness takes the choices for contexts.
+        "contexts": ("gold", "ctxs", "continuation"),
+        "target": ("ctx", None, "target"),
+    }[file.form]
+    return settings | {
+        "output_type": "loglikelihood" if file.form == "target" else "multiple_choice",
+        "doc_to_text": text,
+        "doc_to_target": target,
+        **({"doc_to_choice": choices} if choices else {}),
+        "metric_list": [
+            {
+                "metric": metric,
+                "aggregation": "perplexity" if metric == "perplexity" else "mean",
+                "higher_is_better": metric != "perplexity",
+            }
+            for metric in file.metrics
+        ],
+        "metadata": {"version": 1.0},
+    }
+
+
+def harness_folder() -> Path:
+    """Where lm-evaluation-harness is installed."""
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise ImportError(
+            'tasks run in lm-evaluation-harness 0.4.10 or newer: pip install "affine-attention[eval]"; ready-made '
+            'contexts run without it, with engine="direct"'
+        ) from error
+    return Path(lm_eval.__file__).parent
