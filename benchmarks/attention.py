@@ -181,11 +181,12 @@ def measure(
     if device == "cuda":
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
         functions["affine, deterministic"] = bench.ours_deterministic()
-    if with_rivals:
-        functions |= bench.rivals()
+    others = bench.rivals() if with_rivals else {}
     naive = bench.naive("affine") if with_naive else None
     if naive is not None:
-        functions["affine, the paper's formula"] = naive
+        others["affine, the paper's formula"] = naive
+    too_large = [name for name, function in others.items() if not fits(bench.with_backward(function))]
+    functions |= {name: function for name, function in others.items() if name not in too_large}
 
     def without_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:
@@ -220,7 +221,17 @@ def measure(
                 ran,
             ]
         )
-    return rows
+    return rows + [["", name, "out of memory", *[""] * 8] for name in too_large]
+
+
+def fits(function: Callable[[], object]) -> bool:
+    """Whether a call finds the memory it needs; the others of the shape are measured in any case."""
+    try:
+        function()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
 
 
 def main() -> None:
@@ -228,6 +239,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=None, help="turns that each function takes (CPU 5, GPU 60)")
     parser.add_argument("--shapes", nargs="*", default=None, metavar="NAME", help="only these shapes")
+    parser.add_argument("--name", default="attention", help="what the file of results is called (default: attention)")
     parser.add_argument("--no-naive", action="store_true", help="leave out the paper's formula as written")
     parser.add_argument("--no-rivals", action="store_true", help="leave out the compiled rivals (they take minutes)")
     options = parser.parse_args()
@@ -249,7 +261,7 @@ def main() -> None:
         ]
         # Written after each shape: a long run that is cut short keeps what it has.
         title = "Attention: time and memory beside plain SDPA"
-        write("attention", options.device, title, lines, echo=shape is chosen[-1])
+        write(options.name, options.device, title, lines, echo=shape is chosen[-1])
 
 
 if __name__ == "__main__":

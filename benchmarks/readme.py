@@ -32,15 +32,20 @@ def source(path: Path) -> str:
     return f"{found.group(0)} File: [{path.name}](benchmarks/results/{path.name})."
 
 
-def attention_lines(path: Path) -> list[str]:
-    """Ratios to the best plain backend, forward / forward + backward, one row a function and one column a shape."""
-    _, *rows = rows_of(path)
+def attention_lines(*paths: Path | None) -> list[str]:
+    """Ratios to the best plain backend, forward / forward + backward, one row a function and one column a shape.
+
+    A function that several files have is taken from the first.
+    """
     shapes: list[str] = []
     ratios: dict[str, dict[str, str]] = {}
-    for row in rows:
-        if row[0]:
-            shapes.append(row[0].split(":")[0])
-        ratios.setdefault(row[1], {})[shapes[-1]] = f"{row[4]} / {row[7]}"
+    for path in paths:
+        shape, before = "", set(ratios)
+        for row in rows_of(path)[1:] if path is not None else []:
+            shape = row[0].split(":")[0] or shape
+            shapes += [] if shape in shapes else [shape]
+            if row[1] not in before:
+                ratios.setdefault(row[1], {})[shape] = f"{row[4]} / {row[7]}" if row[4] else row[2]
     body = [[name, *(ratios[name].get(shape, "") for shape in shapes)] for name in SHOWN if name in ratios]
     return table(["", *shapes], body)
 
@@ -48,22 +53,28 @@ def attention_lines(path: Path) -> list[str]:
 def block() -> str:
     lines: list[str] = []
     gpu, cpu = newest("attention_nvidia"), newest("attention_cpu")
-    decode, accuracy = newest("decode"), newest("accuracy_cpu")
+    rivals, decode = newest("attention-rivals_nvidia"), newest("decode")
     if gpu is not None:
         lines += ["Time of a causal call as a multiple of the best plain SDPA backend (cuDNN) in the same run, bf16, "
-                  "forward / forward + backward, for the shapes of the paper's students at 2,048 and 8,192 tokens:", "",
-                  *attention_lines(gpu), "", source(gpu), ""]  # fmt: skip
+                  "forward / forward + backward, for the shapes of the paper's students at 2,048 to 32,768 tokens:", "",
+                  *attention_lines(gpu, rivals), "", source(gpu), ""]  # fmt: skip
+    if gpu is not None and rivals is not None:
+        lines[-2] += f" Rivals: [{rivals.name}](benchmarks/results/{rivals.name})."
     if decode is not None:
-        dense = [float(row[4]) for row in rows_of(decode)[1:] if row[1] == "affine"]
-        lines += [f"Decoding reads a dense cache at {min(dense):.0%} to {max(dense):.0%} of a measured device copy. "
+        shares = {kind: [float(row[4]) for row in rows_of(decode)[1:] if row[1] == kind]
+                  for kind in ("affine", "affine, paged")}  # fmt: skip
+        dense, paged = (f"{min(each):.0%} to {max(each):.0%}" for each in shares.values())
+        lines += [f"Decoding reads a dense cache at {dense}, a paged one at {paged} of a measured device copy. "
                   f"{source(decode)}", ""]  # fmt: skip
     if cpu is not None:
         lines += ["On a CPU, fp32:", "", *attention_lines(cpu), "", source(cpu), ""]
-    if accuracy is not None:
-        last = rows_of(accuracy)[-1]
-        lines += [f"Accuracy: error against fp64 over that of plain PyTorch in the same dtype, for outputs and all "
-                  f"gradients: p50 {last[3]}, p99 {last[4]}, max {last[5]} over {last[2]} tensors (the bar is 2). "
-                  f"{source(accuracy)}"]  # fmt: skip
+    lines += ["Accuracy: error against fp64 over that of plain PyTorch in the same dtype, for outputs and all "
+              "gradients (the bar is 2).", ""]  # fmt: skip
+    for path in (newest("accuracy_cpu"), newest("accuracy_nvidia")):
+        if path is not None:
+            _, _, count, *quantiles = rows_of(path)[-1]
+            p50, p99, most = quantiles
+            lines += [f"- p50 {p50}, p99 {p99}, max {most} over {count} tensors. {source(path)}"]
     return "\n".join(lines).strip()
 
 

@@ -64,10 +64,13 @@ def _row_kernel(
 
     row_dalpha = tl.sum(e * softmax_out, 1)
     row_delta = row_dalpha
+    if gate_desc is not None:
+        # From E as B2 and B3 read it: where alpha E . v and delta cancel, they must have been rounded alike.
+        row_delta = tl.sum(e.to(grad.dtype).to(tl.float32) * softmax_out, 1)
     mixed = softmax_out
     if alpha is not None:
         row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)
-        row_delta = row_alpha * row_dalpha
+        row_delta *= row_alpha
         mixed = row_alpha[:, None] * softmax_out
         store_row_scalars(dalpha, dalpha_strides, batch, head, queries, rule.num_queries, row_dalpha)
     store_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries, row_delta)

@@ -8,23 +8,27 @@ import torch
 
 
 class Config(NamedTuple):
-    """Queries and keys of a tile, warps of a program, depth of the load pipeline."""
+    """Queries and keys of a tile, warps of a program, depth of the load pipeline, a cap on a thread's registers."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
     @property
     def options(self) -> dict[str, int]:
         """What Triton takes at a launch beside the tile sizes."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else {**options, "maxnreg": self.maxnreg}
 
 
 # (kernel, bytes of an element, head dim up to) -> Config. `forward` and `query_grads` own block_m queries, `key_grads`
-# owns block_n keys. Measured on an H200: four warps with small tiles beat eight with large ones, because two or three
-# programs share a multiprocessor and one's softmax hides behind another's products.
+# owns block_n keys; `causal`, where there is one, is the forward of plain causal calls. Measured on an H200: four warps
+# with small tiles beat eight with large ones, because two or three programs share a multiprocessor and one's softmax
+# hides behind another's products.
 HOPPER = {
+    ("causal", 2, 64): Config(64, 128, 4, 2, 168),  # three programs to a processor, and no fewer
     ("forward", 2, 64): Config(64, 64, 4, 3),
     ("forward", 2, 128): Config(64, 64, 4, 3),
     ("forward", 2, 256): Config(128, 64, 8, 2),
@@ -56,6 +60,7 @@ UNIVERSAL = {
 }
 # Triton's interpreter on the CPU: two different small sizes, so that short test sequences span several tiles.
 INTERPRETER = {
+    "causal": Config(64, 32, 4, 1),
     "forward": Config(32, 16, 4, 1),
     "query_grads": Config(32, 16, 4, 1),
     "key_grads": Config(16, 32, 4, 1),
@@ -63,7 +68,7 @@ INTERPRETER = {
 
 
 def shipped_config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Config:
-    """The configuration of `kernel` ("forward", "query_grads", "key_grads") for one head dim, dtype and device."""
+    """The configuration of `kernel` for one head dim, dtype and device."""
     if device.type == "cpu":
         return INTERPRETER[kernel]
     return table_config(kernel, head_dim, dtype.itemsize, torch.cuda.get_device_capability(device))
@@ -75,4 +80,6 @@ def table_config(kernel: str, head_dim: int, itemsize: int, capability: tuple[in
         for limit in (64, 128, 256):
             if head_dim <= limit and (kernel, itemsize, limit) in table:
                 return table[kernel, itemsize, limit]
+    if kernel == "causal":
+        return table_config("forward", head_dim, itemsize, capability)
     raise AssertionError(f"no configuration for {kernel}, head dim {head_dim}, {itemsize} bytes")

@@ -1,11 +1,11 @@
 """The whole equation at the price of cuDNN's plain attention: cuDNN between a fused prologue and a fused epilogue.
 
 Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
-cudnn_kernels.py). Backward: one pass over dOut and O (B1 to B5), beside cuDNN's backward where alpha >= 0 is promised
-and before it otherwise, and one pass over dV (B6). cuDNN's backward takes `out` and `logsumexp` as inputs, so the
-sink-corrected pair gives exact gradients. Kept for backward: query, key, value, O, lse,
-the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is registered with torch.library, so
-that compiled graphs hold it in one piece.
+cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Backward: one pass over dOut and O (B1 to
+B5), beside cuDNN's backward where alpha >= 0 is promised and before it otherwise, and one pass over dV (B6). cuDNN's
+backward takes `out` and `logsumexp` as inputs, so the pair with sink and alpha inside gives exact gradients. Kept for
+backward: query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All
+is registered with torch.library, so that compiled graphs hold it in one piece.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..sdpa import CpuFlash, CudnnAttention
 from ..visibility import Visibility
 from . import on_device
+from .alone import forward_alone, forwards_alone
 from .cudnn_kernels import add_later_kernel, block_sums_kernel, epilogue_kernel, prologue_kernel, scan_kernel
 from .side import Side
 
@@ -31,6 +32,8 @@ STAND_IN = CpuFlash("cpu_flash")
 # and each thread has several 16-byte loads under way.
 TILE = 2048  # elements
 ELEMENTS, SUM_ELEMENTS = 32, 64  # of a tile, to a thread; the block sums keep no tile in registers
+# The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
+PAUSE, BYTES_A_CYCLE = 10_000, 500
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
 
 
@@ -97,11 +100,18 @@ def cudnn_attention(
     """
     query, key, value = (_packed_rows(x) for x in (query, key, value))
     gate = None if gate is None else _packed_rows(gate)
-    args = (query, key, value, alpha, beta, sink, gate, visibility.is_causal, softmax_scale, nonnegative_alpha)
+    given = (query, key, value, alpha, beta, sink, gate)
+    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    args = (*given, visibility.is_causal, softmax_scale, nonnegative_alpha, keeps)
     if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter):
         return _forward_op(*args)[0]
     # The same functions without the registered op around them: at T = 2048 its host time shows.
     return _Eager.apply(*args)
+
+
+def _shifts(alpha: Tensor | None, gate: Tensor | None, nonnegative_alpha: bool) -> bool:
+    """Whether alpha goes to cuDNN's backward inside lse (B5)."""
+    return alpha is not None and gate is None and nonnegative_alpha
 
 
 @on_device
@@ -116,38 +126,46 @@ def _forward(
     is_causal: bool,
     softmax_scale: float,
     nonnegative_alpha: bool,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, O, lse, table of sums); O is empty where out itself is O, the table without beta."""
+    """(out, O, lse, table of sums); empty: O where out itself is O, the table without beta, both without `keeps`."""
     num_queries, dim = query.shape[2:]
     heads, groups, block = query.shape[1], key.shape[1], _block(dim)
     if alpha is None and beta is None and sink is None and gate is None:
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
+    shift = keeps and _shifts(alpha, gate, nonnegative_alpha)
+    if forwards_alone(query, key, alpha, beta, gate, is_causal, softmax_scale, keeps):
+        out, lse = forward_alone(query, key, value, alpha, sink, gate, softmax_scale)
+        return out, out.new_empty(0), lse, lse.new_empty(0)
     table = torch.empty(0 if beta is None else _table_shape(value), dtype=torch.float32, device=query.device)
     side = Side(query.device)
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if beta is not None:
         side.run(lambda: _fill_sum_table(table, value))
     side.join()
-    out = core if alpha is None and beta is None and gate is None else torch.empty_like(core)
+    only_core = alpha is None and beta is None and gate is None
+    out = core if only_core or not keeps else torch.empty_like(core)
     # The heads of a group share their sum of V; without beta there is none to share.
     together = 1 if beta is None else heads // groups
     blocks = triton.cdiv(num_queries, block)
     epilogue_kernel[(query.shape[0] * heads // together * blocks,)](
-        core, lse, None if out is core else out, value, table, alpha, beta, sink, gate,
+        core, lse, core if only_core or keeps else None, None if only_core else out,
+        value, table, alpha, beta, sink, gate,
         *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3], *_strides(alpha), *_strides(beta), *_strides(gate),
         num_queries, blocks, triton.cdiv(key.shape[2], block), heads, heads // groups,
-        together, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+        together, shift, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
     )  # fmt: skip
+    if not keeps:
+        table = table.new_empty(0)
     return out, core.new_empty(0) if out is core else core, lse, table
 
 
-def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha):
+def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha, keeps):
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
-    table = lse.new_empty(0 if beta is None else _table_shape(value))
-    if alpha is None and beta is None and gate is None:
-        return core, core.new_empty(0), lse, table
-    return torch.empty_like(core), core, lse, table
+    if not keeps or (alpha is None and beta is None and gate is None):
+        return core, core.new_empty(0), lse, lse.new_empty(0)
+    return torch.empty_like(core), core, lse, lse.new_empty(0 if beta is None else _table_shape(value))
 
 
 @on_device
@@ -176,12 +194,11 @@ def _backward(
     repeats, block = heads // groups, _block(dim)
     blocks, key_blocks = triton.cdiv(num_queries, block), triton.cdiv(num_keys, block)
     grad_out = _packed_rows(grad_out)
-
-    # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    same_layout = gate is None and grad_out.stride() == core.stride()
-    by_lse = same_layout and alpha is not None and nonnegative_alpha
-    grad_core = None if by_lse or (same_layout and alpha is None) else torch.empty_like(core)
+    shift = _shifts(alpha, gate, nonnegative_alpha)
     grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
+    same_layout = gate is None and grad_out.stride() == core.stride()
+    # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
+    grad_core = None if same_layout and (shift or alpha is None) else torch.empty_like(core)
     parts = None if sink is None else lse.new_empty(batch, heads, blocks)
     weighted = weighted_table = None
     if beta is not None:
@@ -199,7 +216,7 @@ def _backward(
             *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
             *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
             num_queries, blocks, key_blocks, heads,
-            repeats, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+            repeats, shift, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
         )  # fmt: skip
         if weighted_table is not None:
             _scan(weighted_table)
@@ -207,15 +224,11 @@ def _backward(
     side = Side(query.device)
     if grad_core is not None:
         run_prologue()  # cuDNN waits for what it writes
-    # B5: dividing exp(lse) by alpha multiplies cuDNN's weights by it; alpha = 0 gives +inf, and weights of 0.
-    core_lse = lse
-    if by_lse and alpha is not None:
-        core_lse = lse - alpha.to(lse.dtype).log().reshape(lse.shape)
     grad_query, grad_key, grad_value = _attend_backward(
-        grad_out if grad_core is None else grad_core, query, key, value, core, core_lse, is_causal, softmax_scale
+        grad_out if grad_core is None else grad_core, query, key, value, core, lse, is_causal, softmax_scale
     )
     if grad_core is None and (alpha is not None or beta is not None or sink is not None):
-        side.run(run_prologue)
+        side.run(run_prologue, PAUSE + 2 * query.numel() * query.element_size() // BYTES_A_CYCLE)
     side.join()
     if sink is not None and parts is not None:
         grad_sink = parts.sum((0, 2)).to(sink.dtype)
@@ -240,7 +253,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, alpha, beta, sink, gate, ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha = inputs
+    query, key, value, alpha, beta, sink, gate, ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha, _ = inputs
     out, core, lse, table = output
     ctx.set_materialize_grads(False)
     plain = alpha is None and beta is None and gate is None
@@ -256,7 +269,7 @@ def _input_grads(backward, ctx, grad_out):
         grad_out, query, key, value, core, lse, table, alpha, beta, sink if needs[5] else None, gate,
         ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha,
     )  # fmt: skip
-    return (*(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), None, None, None)
+    return (*(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), *(None,) * 4)
 
 
 class _Eager(torch.autograd.Function):

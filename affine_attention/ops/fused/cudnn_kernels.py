@@ -9,7 +9,8 @@ Backward, with E = gate * dOut and the O, lse of F6:
 B1  dalpha_i = E_i . O_i      B2  dbeta_i = E_i . sum_i      B3  dgate_i = dOut_i * (alpha_i O_i + beta_i sum_i)
 B4  dsink = -sum_i exp(sink - lse_i) alpha_i dalpha_i
 B5  the gradient that cuDNN gets: alpha E. Or E itself with lse_i - log(alpha_i), which is the same in exact arithmetic:
-    cuDNN then forms exp(s - lse + log alpha) = alpha P, and alpha P (dP - E.O) = P (alpha dP - delta).
+    cuDNN then forms exp(s - lse + log alpha) = alpha P, and alpha P (dP - E.O) = P (alpha dP - delta). alpha = 0 gives
+    lse = +inf, and weights of 0. In B4 exp(sink - lse) then holds alpha already.
 B6  dV_j += sum of beta_i E_i over the queries i that see j  (the transpose of F8)
 
 Every pass reads and writes its [B, H, T, D] tensors once. Sums and row quantities are fp32; no atomics.
@@ -95,16 +96,16 @@ def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOC
 
 @triton.jit
 def epilogue_kernel(
-    core, lse, out, value, table, alpha, beta, sink, gate,
+    core, lse, corrected, out, value, table, alpha, beta, sink, gate,
     core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t,
     num_queries, num_blocks, key_blocks, heads, repeats,
-    HEADS: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """F6 and F7. One program owns BLOCK queries of HEADS heads of one group; corrects core and lse, writes out.
+    """F6 and F7. One program owns BLOCK queries of HEADS heads of one group; corrects lse, with SHIFT as B5 wants it.
 
-    `out` shares core's strides; it is None when the corrected core is the output.
+    Writes, where the pointer is not None, with core's strides: corrected = O with the sink, out. Both may be core.
     """
     slot, block = locate(num_blocks, True)
     slots = heads // HEADS
@@ -132,19 +133,26 @@ def epilogue_kernel(
         tile = next_tile.to(tl.float32)
         if HEADS > 1:
             next_tile = tl.load(core + outer + core_h + inner, mask=ok & (nth + 1 < HEADS), other=0.0)
+        lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+        if (sink is not None) or SHIFT:
+            new_lse = tl.load(lse_place, mask=row_ok, other=0.0)
         if sink is not None:
             sink_h = tl.load(sink + head).to(tl.float32)
-            lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
-            lse_rows = tl.load(lse_place, mask=row_ok, other=0.0)
-            tile = tile / (1.0 + tl.exp(sink_h - lse_rows))[:, None]
-            top = tl.maximum(lse_rows, sink_h)
-            # A row of lse may be held by several threads: all must have read it before one writes.
-            tl.debug_barrier()
-            tl.store(lse_place, top + tl.log(tl.exp(lse_rows - top) + tl.exp(sink_h - top)), mask=row_ok)
-            tl.store(core + outer + inner, tile, mask=ok)
+            tile = tile / (1.0 + tl.exp(sink_h - new_lse))[:, None]
+            top = tl.maximum(new_lse, sink_h)
+            new_lse = top + tl.log(tl.exp(new_lse - top) + tl.exp(sink_h - top))
+            if corrected is not None:
+                tl.store(corrected + outer + inner, tile, mask=ok)
         if alpha is not None:
             alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
-            tile = tile * tl.load(alpha_place, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+            alpha_rows = tl.load(alpha_place, mask=row_ok, other=1.0).to(tl.float32)
+            tile = tile * alpha_rows[:, None]
+            if SHIFT:
+                new_lse -= tl.log(alpha_rows)
+        if (sink is not None) or SHIFT:
+            # A row of lse may be held by several threads: all must have read it before one writes.
+            tl.debug_barrier()
+            tl.store(lse_place, new_lse, mask=row_ok)
         if beta is not None:
             beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
             tile += tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)[:, None] * sums
@@ -162,15 +170,15 @@ def prologue_kernel(
     go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
     num_queries, num_blocks, key_blocks, heads,
-    HEADS: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """B1 to B5, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
-    Writes, where the pointer is not None: grad_core = alpha E (strides of core); grad_alpha, grad_beta (contiguous
-    [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of beta E over the group's heads (contiguous
-    [B, G, T, D]), and its block sums, mirrored: block n's is row num_blocks - n of weighted_table, so that one forward
-    scan gives sums over *later* blocks.
+    SHIFT: lse holds alpha (B5). Writes, where the pointer is not None: grad_core = alpha E, with SHIFT E (strides of
+    core); grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of
+    beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
+    num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS
@@ -225,7 +233,7 @@ def prologue_kernel(
         if grad_alpha is not None:
             tl.store(grad_alpha + row_place, dalpha, mask=row_ok)
         delta = dalpha
-        if alpha is not None:
+        if (alpha is not None) and (not SHIFT):
             delta = alpha_rows * dalpha
         if sink is not None:
             share = tl.exp(tl.load(sink + head).to(tl.float32) - tl.load(lse + lse_place, mask=row_ok, other=0.0))
@@ -235,7 +243,7 @@ def prologue_kernel(
             tl.store(grad_beta + row_place, tl.sum(grad * sums, axis=1), mask=row_ok)
             weighted_sum += beta_rows[:, None] * grad
         if grad_core is not None:
-            if alpha is not None:
+            if (alpha is not None) and (not SHIFT):
                 grad = grad * alpha_rows[:, None]
             core_outer = batch * core_b + head * core_h + first_row * core_t
             tl.store(grad_core + core_outer + core_inner, grad, mask=ok)

@@ -34,6 +34,7 @@ MAX_ROWS = 64  # of a tile; more rows (many heads to a group, many queries) beco
 LOG2_E = 1.4426950408889634
 MIN_STEPS = 2  # tiles of keys to a split, at least
 MAX_SPLITS = 512
+MAX_ROW_STRIDE = 2**23  # of a page whose tiles have 32-bit offsets inside
 
 
 @triton.jit
@@ -41,13 +42,13 @@ def split_kernel(
     query, key, value, key_mask, lengths, block_table, part_max, part_sum, part_acc,
     query_b, query_h, query_t, key_page, key_g, key_s, value_page, value_g, value_s,
     mask_b, mask_s, table_b, num_queries, num_keys, groups, heads_per_group, num_rows, num_splits, window, scale_log2,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """D1, D2. One program owns one split of the keys for BLOCK_M packed rows of one group; writes m, l and a.
 
     Row r of the packing is query r % T of head r // T; a head past the group's last is the zero query of D2.
-    Parts are [B, G, splits, rows], part_acc with D behind. fp32 state.
+    Parts are [B, G, splits, rows], part_acc with D behind. fp32 state. ONE_PAGE: no tile of keys crosses a page's end.
     """
     tiles = tl.cdiv(num_rows, BLOCK_M)
     split, tile_m = tl.program_id(0) % num_splits, (tl.program_id(0) // num_splits) % tiles
@@ -80,21 +81,35 @@ def split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    if ONE_PAGE:
+        entries = block_table + batch * table_b
+        next_page = tl.load(entries + start // PAGE_SIZE, mask=start < stop, other=0)
     for first in range(start, stop, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
         key_ok = keys < stop
         if key_mask is not None:
             key_ok &= tl.load(key_mask + batch * mask_b + keys.to(tl.int64) * mask_s, mask=key_ok, other=0) != 0
-        if block_table is None:
-            key_at, value_at = keys.to(tl.int64) * key_s, keys.to(tl.int64) * value_s
-        else:
-            page = tl.load(block_table + batch * table_b + keys // PAGE_SIZE, mask=keys < stop, other=0).to(tl.int64)
-            key_at = page * key_page + (keys % PAGE_SIZE) * key_s
-            value_at = page * value_page + (keys % PAGE_SIZE) * value_s
         # What is not visible to any row is not read: stale memory may hold NaN, and 0 * NaN is NaN.
         tile_ok = key_ok[:, None] & col_ok[None, :]
-        k = tl.load(key + key_at[:, None] + cols[None, :], mask=tile_ok, other=0.0)
-        v = tl.load(value + value_at[:, None] + cols[None, :], mask=tile_ok, other=0.0)
+        if ONE_PAGE:
+            # One look-up a tile, ahead of its use; the offsets inside the tile are 32-bit ones that do not change.
+            page = next_page.to(tl.int64)
+            next_page = tl.load(entries + (first + BLOCK_N) // PAGE_SIZE, mask=first + BLOCK_N < stop, other=0)
+            in_page = page * 0 + first % PAGE_SIZE
+            inner = tl.arange(0, BLOCK_N)[:, None]
+            key_at, value_at = page * key_page + in_page * key_s, page * value_page + in_page * value_s
+            k = tl.load(key + key_at + (inner * key_s + cols[None, :]), mask=tile_ok, other=0.0)
+            v = tl.load(value + value_at + (inner * value_s + cols[None, :]), mask=tile_ok, other=0.0)
+        else:
+            if block_table is None:
+                key_at, value_at = keys.to(tl.int64) * key_s, keys.to(tl.int64) * value_s
+            else:
+                entry = block_table + batch * table_b + keys // PAGE_SIZE
+                page = tl.load(entry, mask=keys < stop, other=0).to(tl.int64)
+                key_at = page * key_page + (keys % PAGE_SIZE) * key_s
+                value_at = page * value_page + (keys % PAGE_SIZE) * value_s
+            k = tl.load(key + key_at[:, None] + cols[None, :], mask=tile_ok, other=0.0)
+            v = tl.load(value + value_at[:, None] + cols[None, :], mask=tile_ok, other=0.0)
 
         visible = key_ok[None, :] & (rows < num_rows)[:, None]
         if CAUSAL:
@@ -284,9 +299,13 @@ def _decode(
     tiles = triton.cdiv(rows, block_m)
     programs = batch * groups * tiles
     processors, shared_bytes = _device(query.device)
-    # Gathered pages keep the deep, wide plan waiting for addresses: they get the other one.
+    # The wide plan has tiles larger than the usual page.
     plan = choose_plan(block_d * query.element_size(), programs, processors, shared_bytes if page_size == 1 else 0)
     splits = choose_splits(programs, triton.cdiv(reach, plan.block_n), processors * plan.per_processor)
+
+    # A window may begin anywhere in a page; and offsets inside a tile are then 32-bit.
+    near = max(key_strides[2], value_strides[2]) <= MAX_ROW_STRIDE
+    one_page = block_table is not None and window is None and page_size % plan.block_n == 0 and near
 
     parts = torch.empty(2, batch, groups, splits, rows, dtype=torch.float32, device=query.device)
     part_acc = torch.empty(batch, groups, splits, rows, dim, dtype=torch.float32, device=query.device)
@@ -297,8 +316,8 @@ def _decode(
         *query.stride()[:3], *key_strides, *value_strides,
         *((0, 0) if key_mask is None else key_mask.stride()), 0 if block_table is None else block_table.stride(0),
         num_queries, num_keys, groups, repeats, rows, splits, window or 0, softmax_scale * LOG2_E,
-        is_causal, window is not None, page_size, dim, block_m, plan.block_n, block_d,
-        num_warps=plan.warps, num_stages=plan.stages,
+        is_causal, window is not None, page_size, one_page, dim, block_m, plan.block_n, block_d,
+        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers,
     )  # fmt: skip
     merge_kernel[(num_queries * heads * batch,)](
         parts[0], parts[1], part_acc, alpha, beta, sink, gate, out,
@@ -325,6 +344,11 @@ class Plan:
     warps: int
     stages: int
     per_processor: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most: with more, fewer programs than that would be resident, and the rest a second wave."""
+        return min(255, 2**16 // (32 * self.warps * self.per_processor))
 
 
 def choose_plan(row_bytes: int, programs: int, processors: int, shared_bytes: int) -> Plan:

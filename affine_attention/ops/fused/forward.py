@@ -27,6 +27,7 @@ from .tiles import (
 
 SCAN_TILES = 64
 SCAN_COLUMNS = 16
+SUM_ELEMENTS = 64  # of a tile, to a thread: the tile sums are bound by memory
 
 
 @triton.jit(do_not_specialize=["num_kv_heads", "num_tiles", "num_keys"])
@@ -107,9 +108,9 @@ def _forward_kernel(
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, NATURAL_LSE: tl.constexpr,
 ):  # fmt: skip
-    """F1 to F4. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
+    """F1 to F4. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2, or not).
 
     fp32 sums. `softmax_out` is None where it equals `out` or nobody will need it.
     """
@@ -148,8 +149,10 @@ def _forward_kernel(
                 )  # fmt: skip
 
     output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    at = lse + batch_head.to(tl.int64) * rule.num_queries + queries
-    tl.store(at, row_max + tl.log2(row_sum), mask=queries < rule.num_queries)
+    row_lse = row_max + tl.log2(row_sum)
+    if NATURAL_LSE:
+        row_lse = row_lse / LOG2E
+    tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
     if softmax_out is not None:
         store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
     if alpha is not None:
@@ -175,6 +178,7 @@ def sum_tiles(call: Call) -> Tensor:
     _tile_sum_kernel[(batch * kv_heads, num_tiles)](
         value, value.stride(), sums, kv_heads, num_tiles, num_keys,
         BLOCK_N=config.block_n, HEAD_DIM=head_dim, BLOCK_D=call.block_d,
+        num_warps=max(config.block_n * call.block_d // (32 * SUM_ELEMENTS), 1),
     )  # fmt: skip
     if call.sums_are_prefixes:
         _scan_kernel[(batch * kv_heads, triton.cdiv(head_dim, SCAN_COLUMNS))](
@@ -192,13 +196,15 @@ def launch_forward(
     gate: Tensor | None,
     keep_softmax: bool,
     like: Tensor,
+    natural_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The output, the softmax output where it is kept, and lse [B, H, T] in units of log2.
+    """The output, the softmax output where it is kept, and lse [B, H, T] in units of log2 or in natural ones.
 
     The outputs have the layout of `like`, the query as the caller gave it.
     """
     query = call.query
-    config = call.config("forward")
+    # With beta, the sums of v of the masked tiles need the registers that the wider tile takes.
+    config = call.config("causal" if beta is None and call.is_causal_only else "forward")
     out = torch.empty_like(like)
     softmax_out = torch.empty_like(like) if keep_softmax else None
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
@@ -215,6 +221,6 @@ def launch_forward(
         call.rule, call.softmax_scale * LOG2E.value, query.shape[1], call.key.shape[1],
         num_programs, call.query_section,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, HEAD_DIM=query.shape[3], BLOCK_D=call.block_d,
-        PRECISION=call.precision, **config.options,
+        PRECISION=call.precision, NATURAL_LSE=natural_lse, **config.options,
     )  # fmt: skip
     return out, softmax_out, lse

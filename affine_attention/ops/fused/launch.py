@@ -88,6 +88,11 @@ class Call:
         return self.rule.back is None and self.rule.query_segments is None and self.rule.key_mask is None
 
     @property
+    def is_causal_only(self) -> bool:
+        """True when a query sees all keys up to its own position, and nothing else decides."""
+        return self.sums_are_prefixes and self.rule.ahead == 0
+
+    @property
     def query_section(self) -> int:
         """Query heads that run side by side, so that their keys and values stay in L2."""
         batch, kv_heads, num_keys, head_dim = self.key.shape
@@ -103,7 +108,7 @@ class Call:
         return max(1, min(fitting, batch * self.key.shape[1]))
 
     def config(self, kernel: str) -> Config:
-        """The shipped tile sizes of "forward", "rows" (B1), "query_grads" or "key_grads"."""
+        """The shipped tile sizes of "forward", "causal", "rows" (B1), "query_grads" or "key_grads"."""
         if kernel not in self._configs:
             # B1 reads the tile sums of the forward, so it shares their size; fewer queries, for occupancy.
             name = "forward" if kernel == "rows" else kernel

@@ -25,12 +25,19 @@ class Side:
         self.fork = torch.cuda.current_stream(device).record_event() if self.stream is not None else None
         self.used = False
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None], pause: int = 0) -> None:
+        """`pause`: clock cycles that the work waits, so that the long kernel of the current stream begins before it.
+
+        Of two kernels that are ready, the first to begin gets all processors: a short one that fills them runs before
+        the long one, not beside it. Behind it, the short one fills what the long one's end leaves empty.
+        """
         if self.stream is None or self.fork is None:
             work()
             return
         self.stream.wait_event(self.fork)
         with torch.cuda.stream(self.stream):
+            if pause:
+                torch.cuda._sleep(pause)
             work()
         self.used = True
 

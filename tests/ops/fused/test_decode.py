@@ -122,7 +122,7 @@ def test_lengths_align_the_queries_and_hide_the_rest(window, length_dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("page_size", [16, 24])
+@pytest.mark.parametrize("page_size", [16, 24, 64, 128])
 def test_paged_equals_dense(page_size):
     batch, groups, pages_each, dim = 2, 2, 7, 16
     room = pages_each * page_size
@@ -199,7 +199,7 @@ def test_splits_fill_the_processors_and_are_never_empty():
 
 @outside
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_kernels_compile(capability, page_size):
     """Through ptxas, without the hardware; everything given, head dim 128, without and with pages."""
     pointers = {
@@ -207,7 +207,9 @@ def test_kernels_compile(capability, page_size):
         **dict.fromkeys(("part_max", "part_sum", "part_acc", "alpha", "beta", "sink"), "*fp32"),
         **{"key_mask": "*i8", "lengths": "*i32", "block_table": "*i32", "scale_log2": "fp32"},
     }
-    constants = {"CAUSAL": True, "WINDOW": True, "PAGE_SIZE": page_size, "HEAD_DIM": 128, "BLOCK_M": 16}
+    one_page = page_size == 128
+    constants = {"CAUSAL": True, "WINDOW": not one_page, "PAGE_SIZE": page_size, "ONE_PAGE": one_page}
+    constants |= {"HEAD_DIM": 128, "BLOCK_M": 16}
     constants |= {"BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_C": 16} | ({"block_table": None} if page_size == 1 else {})
     for kernel in (decode.split_kernel, decode.merge_kernel):
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}

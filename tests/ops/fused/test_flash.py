@@ -15,7 +15,7 @@ from affine_attention.ops.fused.configs import HOPPER, UNIVERSAL, table_config
 from affine_attention.ops.fused.flash import why_not
 from affine_attention.ops.visibility import Visibility
 
-KERNELS = ("forward", "query_grads", "key_grads")
+KERNELS = ("causal", "forward", "query_grads", "key_grads")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_flash_kernels.py runs on the GPU")
