@@ -1,0 +1,286 @@
+"""The command `affine`: parse, build, call, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; errors that a user can mend are one line, not a traceback (AFFINE_TRACEBACK=1 shows it)."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        if options.command in ("study", "evaluate", "inspect"):
+            _quiet_transformers()
+        return options.run(options) or 0
+    except KeyboardInterrupt:
+        print("affine: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `affine recipes | head`
+        sys.stderr.close()
+        return 0
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+        if os.environ.get("AFFINE_TRACEBACK"):
+            raise
+        print(f"affine {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="affine", description="Affine-Scaled Attention: distil, evaluate, look inside, report."
+    )
+    parser.add_argument("--version", action="version", version=f"affine_attention {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_study, _add_train, _add_evaluate, _add_inspect, _add_report, _add_gradients, _add_recipes):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    parser = _command(commands, "train", "train a student, from a teacher or from text alone", _train)
+    _add_recipe_options(parser)
+    parser.add_argument("--mechanism", default="affine", help="a preset's name (default: affine)")
+    parser.add_argument("--out", type=Path, metavar="RUN", help="its folder (default: runs/RECIPE-MECHANISM-seedN)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and its cost, and stop")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: devices to plan for (default: 1)")
+    parser.add_argument("--report-to", action="append", default=[], metavar="NAME", help="tensorboard, wandb, ...")
+    parser.add_argument("--no-resume", action="store_true", help="refuse a folder that holds a run already")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .recipes import recipe
+
+    built = recipe(options.recipe, options.mechanism, _settings(options))
+    folder = options.out or Path("runs") / f"{built.name}-{built.mechanism.name}-seed{built.seed}"
+    if options.dry_run:
+        from .lab.estimate import describe_run
+
+        print(describe_run(built, ranks=options.ranks or 1))
+        return 0
+    from .lab.train import train
+
+    path = train(
+        built,
+        folder,
+        resume=not options.no_resume,
+        quiet=options.quiet or None,
+        report_to=tuple(options.report_to),
+        device=options.device,
+    )
+    print(path)
+    return 0
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = _command(commands, "evaluate", "perplexity on held-out text, and zero-shot tasks", _evaluate)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a checkpoint")
+    parser.add_argument(
+        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set; may be given again"
+    )
+    parser.add_argument("--tasks", help="names with commas; `paper`: the paper's six and LAMBADA (default with data)")
+    parser.add_argument("--task-data", type=Path, metavar="DIR", help="records of the tasks, to run without network")
+    parser.add_argument("--limit", type=int, help="at most this many items of a task")
+    parser.add_argument("--batch-size", type=int, help="sequences in a forward (default: chosen by the device)")
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="dtype of the computation (default: fp32)")
+    _add_engine(parser)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--output", type=Path, help="where the numbers go for a checkpoint that is not in a run")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        choices=("harness", "direct"),
+        default="harness",
+        help="lm-evaluation-harness, or our own scorer for ready-made contexts: the same accuracies, faster",
+    )
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from .lab.evaluation import evaluate, format_evaluation
+
+    sets = dict(_pair(text) for text in options.perplexity)
+    tasks = None if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    cache: dict[Any, Any] = {}  # the tokens of a task are made once for all runs
+    for run in options.runs:
+        found = evaluate(
+            run,
+            perplexity=sets,
+            tasks=tasks,
+            task_data=options.task_data,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            autocast=options.autocast,
+            engine=options.engine,
+            device=options.device,
+            output=options.output,
+            cache=cache,
+        )
+        print(format_evaluation(run, found))
+    return 0
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = _command(commands, "inspect", "look inside: row sums, first token, entropy, logits, maps", _inspect)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a checkpoint")
+    parser.add_argument("--text", help="a file to look at (default: the run's held-out text)")
+    parser.add_argument("--sequences", type=int, default=10, help="how many (the paper: 10)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each (the paper: 1k)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the numbers go for a bare checkpoint")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .lab.inspection import format_inspection, inspect
+
+    for run in options.runs:
+        found = inspect(
+            run,
+            text=options.text,
+            sequences=options.sequences,
+            length=options.length,
+            device=options.device,
+            output=options.output,
+        )
+        print(format_inspection(run, found))
+    return 0
+
+
+def _add_report(commands: Any) -> None:
+    parser = _command(commands, "report", "one page with the paper's tables and figures for these runs", _report)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from .lab.report import report
+
+    print(report(options.runs, options.output))
+    return 0
+
+
+def _add_gradients(commands: Any) -> None:
+    parser = _command(commands, "gradients", "gradient norms of a log, as in the paper's Tables 4 and 5", _gradients)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a run's folder, or any log.jsonl")
+    parser.add_argument("--steps", type=int, default=500, help="the first so many steps (the paper: 500)")
+
+
+def _gradients(options: argparse.Namespace) -> int:
+    from .lab.gradients import format_statistics, gradient_statistics
+
+    for log in options.logs:
+        path = log / "log.jsonl" if log.is_dir() else log
+        print(format_statistics(log, gradient_statistics(path, last_step=options.steps)))
+    return 0
+
+
+def _add_recipes(commands: Any) -> None:
+    _command(commands, "recipes", "list the recipes, the mechanisms and every setting", _recipes)
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from .lab.recipe import setting_help
+    from .nn.mechanism import PRESETS
+    from .recipes import RECIPES
+
+    print("recipes")
+    for name, function in RECIPES.items():
+        print(f"  {name:<22}{(function.__doc__ or '').splitlines()[0]}")
+    print("\nmechanisms\n  " + ", ".join(PRESETS))
+    print("\nsettings (--set key=value; mechanism.KEY and student_changes.KEY reach inside)")
+    for name, text in setting_help().items():
+        print(f"  {name:<22}{text}")
+    return 0
+
+
+def _add_study(commands: Any) -> None:
+    parser = _command(commands, "study", "distil one student for each mechanism, evaluate, inspect, report", _study)
+    _add_recipe_options(parser)
+    parser.add_argument(
+        "--mechanisms",
+        default="softmax,sink,gated,affine,affine_gated",
+        help="with commas (default: %(default)s)",
+    )
+    parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
+    parser.add_argument("--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set more")
+    parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
+    parser.add_argument("--task-data", type=Path, metavar="DIR", help="records of the tasks, to run without network")
+    _add_engine(parser)
+    parser.add_argument("--plan", action="store_true", help="print what would run and its cost, and stop")
+    parser.add_argument("--quiet", action="store_true", help="no live table")
+
+
+def _study(options: argparse.Namespace) -> int:
+    from .study import Plan, run_study
+
+    plan = Plan(
+        recipe=options.recipe,
+        mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
+        seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
+        settings=_settings(options),
+        perplexity=dict(_pair(text) for text in options.perplexity),
+        tasks=None if options.tasks is None else tuple(name for name in options.tasks.split(",") if name),
+        task_data=options.task_data,
+        engine=options.engine,
+    )
+    if options.plan:
+        print(plan.describe())
+        return 0
+    print(run_study(plan, options.out, device=options.device, quiet=options.quiet or None))
+    return 0
+
+
+def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default="tiny_cpu", help="see `affine recipes` (default: tiny_cpu)")
+    parser.add_argument("--teacher", help="folder or hub name; none: plain cross-entropy")
+    parser.add_argument("--data", action="append", metavar="SOURCE", help="file, folder, glob or hf:NAME; repeatable")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="any setting of the recipe"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    from .lab.recipe import parse_setting
+
+    settings: dict[str, Any] = {}
+    if options.teacher is not None:
+        settings["teacher"] = None if options.teacher.lower() == "none" else options.teacher
+    if options.data:
+        settings["data"] = tuple(options.data)
+    return settings | dict(parse_setting(text) for text in options.settings)
+
+
+def _quiet_transformers() -> None:
+    """No bar for each of the models that a command loads."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, file = text.partition("=")
+    return (name, file) if equals else (Path(text).name.split(".")[0], text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"a seed is a whole number, got {text!r}") from None

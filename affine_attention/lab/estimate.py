@@ -1,0 +1,230 @@
+"""Turns a recipe into what its run will cost: parameters, tokens, floating-point operations and memory.
+
+The conventions, so that a utilisation can be compared with others':
+- FLOPs of a token's forward pass are twice the weights that it is multiplied by (the head counts, tied or not; the
+  embedding is a look-up and does not; of a mixture only the experts that run), and 2 · heads · head dim · T in each
+  layer for causal attention: two products with the T / 2 keys that a query sees on average.
+- Training takes three times the forward. A teacher's forward is counted apart. Recomputation is not counted: it is a
+  cost of memory, not work that the method asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers.pytorch_utils import Conv1D
+
+from ..hf import STUDENTS, attach, is_attached, student
+from ..nn import AttentionMechanism
+from .distill_chunks import CHUNK_BYTES
+from .recipe import Recipe
+from .teacher import model_folder
+
+# Dense bf16 peaks of the makers' data sheets, FLOP/s; a name is looked for in this order.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12,
+}  # fmt: skip
+# The published shapes of the paper's teachers that are not among its students, for estimates without a download.
+PUBLISHED: dict[str, PretrainedConfig] = {
+    "Qwen/Qwen1.5-1.8B": Qwen2Config(
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
+        intermediate_size=5504, vocab_size=151936, tie_word_embeddings=False,
+    ),
+    "meta-llama/Llama-3.2-3B": LlamaConfig(**STUDENTS["llama-3.2-3b"][1]),
+    "meta-llama/Llama-3.1-8B": LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, vocab_size=128256, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many numbers a model has, each counted once however often it is used."""
+
+    total: int
+    embedding: int  # and the head, where it is not the same weight
+    mechanism: int
+
+    @property
+    def non_embedding(self) -> int:
+        return self.total - self.embedding
+
+
+def count_parameters(model: Any) -> Parameters:
+    ends = {id(part.weight): part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings())}
+    added = {id(p): p for m in model.modules() if isinstance(m, AttentionMechanism) for p in m.parameters()}
+    return Parameters(
+        sum(p.numel() for p in model.parameters()),
+        sum(weight.numel() for weight in ends.values()),
+        sum(p.numel() for p in added.values()),
+    )
+
+
+def forward_flops_per_token(model: Any, length: int) -> float:
+    """Of one token in a sequence of `length`, head included; the conventions are those of this file."""
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        share = config.num_experts_per_tok / experts
+        weights += share * sum(p.numel() for n, p in model.named_parameters() if "experts" in n and p.dim() == 3)
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config) * length
+    return 2.0 * weights + attention
+
+
+def training_flops_per_token(model: Any, length: int, teacher: Any = None) -> float:
+    """Forward and backward of the student, and the forward of a teacher."""
+    own = 3 * forward_flops_per_token(model, length)
+    return own + (forward_flops_per_token(teacher, length) if teacher is not None else 0.0)
+
+
+def peak_flops(device: torch.device | str) -> float | None:
+    """Dense bf16 peak of a device in FLOP/s; None where it is not known (every CPU)."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def make_utilisation(
+    model: Any, length: int, device: torch.device | str, ranks: int = 1, teacher: Any = None
+) -> Callable[[float], float | None]:
+    """Tokens a second of all ranks -> model FLOPs utilisation, the teacher's forward included; None without a peak."""
+    peak = peak_flops(device)
+    if peak is None:
+        return lambda tokens_per_second: None
+    share = training_flops_per_token(model, length, teacher) / (peak * ranks)
+    return lambda tokens_per_second: tokens_per_second * share
+
+
+def memory_bytes(
+    model: Any, recipe: Recipe, ranks: int = 1, teacher: Any = None, device_type: str = "cuda"
+) -> dict[str, float]:
+    """What one device holds at its fullest, part by part: replicated (DDP). Activations are known to about a third.
+
+    With FSDP2 the first three are divided by the ranks.
+    """
+    config = model.config.get_text_config()
+    parameters = count_parameters(model).total
+    half = recipe.dtype == "bfloat16"
+    size = 2 if half else 4
+    tokens = recipe.micro_batches(ranks)[0] * recipe.sequence_length
+    layer = tokens * activation_bytes(config, half)
+    layers = config.num_hidden_layers
+    kept = tokens * 4 * config.hidden_size * layers + layer if recipe.gradient_checkpointing else layers * layer
+    parts = {
+        "weights": 4.0 * parameters,
+        "gradients": 4.0 * parameters,
+        "AdamW": 8.0 * parameters,
+        "weights in bf16": 2.0 * parameters if half else 0.0,
+        "activations": float(kept),
+        "loss": _loss_bytes(config, tokens, size, teacher is not None, device_type),
+    }
+    if teacher is not None:
+        theirs = teacher.config.get_text_config()
+        transient = tokens * size * (3 * _feed_forward(theirs) + 4 * theirs.hidden_size)
+        parts["teacher"] = float(size * count_parameters(teacher).total + transient)
+    return parts
+
+
+def activation_bytes(config: Any, half: bool) -> int:
+    """What one layer of a llama-like decoder keeps of one token for its backward."""
+    width, inner = config.hidden_size, _feed_forward(config)
+    queries = config.num_attention_heads * _head_dim(config)
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * _head_dim(config)
+    # The norms keep their input and what they scale, in fp32 beside autocast; each product keeps its own input.
+    if half:
+        return 16 * width + 2 * (5 * width + 3 * queries + 2 * keys + 4 * inner)
+    return 4 * (6 * width + 3 * queries + 2 * keys + 4 * inner)
+
+
+def _loss_bytes(config: Any, tokens: int, size: int, with_teacher: bool, device_type: str) -> float:
+    logits = min(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]), tokens * config.vocab_size * size)
+    head = config.vocab_size * config.hidden_size
+    return float(logits * (2 if with_teacher else 1) + 4 * head + 2 * size * tokens * config.hidden_size)
+
+
+def describe_run(recipe: Recipe, ranks: int = 1) -> str:
+    """The resolved run and its cost, for people; nothing is downloaded and no weight is made."""
+    size, accumulation = recipe.micro_batches(ranks)
+    model = meta_student(recipe)
+    teacher = meta_teacher(recipe.teacher) if recipe.teacher is not None else None
+    counted = count_parameters(model)
+    per_token = training_flops_per_token(model, recipe.sequence_length)
+    total = per_token * recipe.tokens
+    lines = [f"  {name} = {value!r}" for name, value in recipe.to_dict().items()]
+    lines = [f"recipe {recipe.name}", *lines, "cost"]
+    lines += [
+        f"  parameters: {_short(counted.total)} ({_short(counted.non_embedding)} without embeddings), of which "
+        f"{counted.mechanism / 1e6:.3f}M are the mechanism's",
+        f"  tokens: {_short(recipe.tokens)} = {recipe.steps} steps x {recipe.global_batch} sequences x "
+        f"{recipe.sequence_length}",
+        f"  a step: {ranks} rank{'s' * (ranks > 1)} x {accumulation} micro-batch{'es' * (accumulation > 1)} x {size} "
+        f"sequence{'s' * (size > 1)}",
+        f"  student: {per_token / 1e9:.3g} GFLOP a token forward and backward, {total:.3g} FLOP in all",
+    ]
+    if teacher is not None:
+        theirs = forward_flops_per_token(teacher, recipe.sequence_length)
+        lines.append(
+            f"  teacher: {_short(count_parameters(teacher).total)} parameters, {theirs / 1e9:.3g} GFLOP a token, "
+            f"{theirs * recipe.tokens:.3g} FLOP in all"
+        )
+        total += theirs * recipe.tokens
+    elif recipe.teacher is not None:
+        lines.append(f"  teacher: {recipe.teacher} is not on this machine, so its cost is left out")
+    if recipe.dtype == "bfloat16":
+        hours = total / (PEAK_FLOPS["H100"] * 0.4 * ranks) / 3600
+        lines.append(f"  time: {hours:.3g} hours on {ranks} H100 or H200 at 40 % of their peak (989 TFLOP/s)")
+    memory = memory_bytes(model, recipe, ranks, teacher)
+    whole = sum(memory.values())
+    sharded = whole - (1 - 1 / ranks) * (memory["weights"] + memory["gradients"] + memory["AdamW"])
+    parts = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in memory.items() if value)
+    lines.append(f"  memory of a device, about: {whole / 2**30:.2f} GiB ({parts})")
+    if ranks > 1:
+        lines.append(f"  with FSDP2, which shares weights, gradients and AdamW: {sharded / 2**30:.2f} GiB")
+    return "\n".join(lines)
+
+
+def meta_student(recipe: Recipe) -> Any:
+    """The student's shapes, without its weights."""
+    if recipe.student in STUDENTS:
+        return student(recipe.student, recipe.mechanism, device="meta", **recipe.student_changes)
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(recipe.student, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config)
+        return model if is_attached(model) else attach(model, recipe.mechanism)
+
+
+def meta_teacher(source: str) -> Any:
+    """The teacher's shapes, from its folder, the hub's cache or what is published; None where none of them has it."""
+    config: Any = PUBLISHED.get(source)
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+        except OSError:
+            return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _feed_forward(config: Any) -> int:
+    return getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+
+
+def _short(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= unit:
+            return f"{number / unit:.3f}{name}"
+    return f"{number:.0f}"

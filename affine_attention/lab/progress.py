@@ -1,0 +1,56 @@
+"""Turns steps into one line on a terminal: loss, learning rate, tokens a second and the time left."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def wants_progress(quiet: bool | None) -> bool:
+    """Whether to show it: as asked, else where somebody is looking."""
+    return sys.stderr.isatty() if quiet is None else not quiet
+
+
+class Progress:
+    """A bar over the steps of a run, on stderr; nothing at all when it is not shown."""
+
+    def __init__(self, steps: int, shown: bool, name: str = "train") -> None:
+        self._steps, self._shown, self._name = steps, shown, name
+        self._bar: Any = None
+
+    def start(self, done: int) -> None:
+        """Begins after so many steps that are done already; they do not count in the time that is left."""
+        if self._shown and self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=self._steps, initial=done, desc=self._name, unit="step", dynamic_ncols=True, file=sys.stderr
+            )
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Shows a line of the log."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(describe(entry), refresh=False)
+            self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar; it goes to stderr also where there is no bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """`loss 3.214, lr 1.00e-03, 12.3k tokens/s`."""
+    speed = entry["tokens_per_second"]
+    for unit in ("", "k", "M"):
+        if speed < 1000 or unit == "M":
+            break
+        speed /= 1000
+    return f"loss {entry['loss']:.4f}, lr {entry['learning_rate']:.2e}, {speed:.3g}{unit} tokens/s"

@@ -1,0 +1,126 @@
+"""Names a study: which students, with which seeds and settings, and what they are measured on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..lab.recipe import Recipe, parse_setting
+from ..nn import Mechanism
+from ..recipes import TEACHERS, recipe
+
+MECHANISM_SETTINGS = {item.name for item in dataclasses.fields(Mechanism)} - {"name"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study: its name is that of its folder."""
+
+    name: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study runs.
+
+    Attributes:
+        recipe: the recipe of every student.
+        mechanisms: presets' names; `affine+activation=sigmoid` or `softmax+learning_rate=0.002` changes settings of the
+            mechanism or of the run for that student alone.
+        seeds: each mechanism is trained once with each; a seed draws the initial weights and the order of the data.
+        settings: changes of the recipe, for every student.
+        perplexity: held-out sets beside the run's own, by name.
+        tasks, task_data, engine: of `affine evaluate`; no tasks unless they are named.
+    """
+
+    recipe: str = "tiny_cpu"
+    mechanisms: tuple[str, ...] = ("softmax", "sink", "gated", "affine", "affine_gated")
+    seeds: tuple[int, ...] = (0,)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    perplexity: Mapping[str, str] = field(default_factory=dict)
+    tasks: tuple[str, ...] | None = None
+    task_data: Path | None = None
+    engine: Literal["harness", "direct"] = "harness"
+
+    def __post_init__(self) -> None:
+        for name in ("mechanisms", "seeds"):
+            values = getattr(self, name)
+            if not values:
+                raise ValueError(f"{name} must name at least one, got none")
+            repeated = {value for value in values if values.count(value) > 1}
+            if repeated:
+                raise ValueError(f"{name} must differ, got {', '.join(map(str, sorted(repeated, key=str)))} twice")
+        for variant in self.mechanisms:
+            self._recipe(variant, self.seeds[0], None)
+
+    @property
+    def teacher(self) -> Recipe | None:
+        """The teacher that the study trains first: none when one is given, or none is wanted."""
+        if "teacher" in self.settings or self.recipe not in TEACHERS or recipe(self.recipe).teacher is not None:
+            return None
+        students_own = ("data", "heldout", "text_column", "tokenizer", "vocabulary_size", "sequence_length", "dtype")
+        shared = {key: value for key, value in self.settings.items() if key in students_own}
+        return TEACHERS[self.recipe]().with_settings(shared)
+
+    def jobs(self, out: Path) -> list[Job]:
+        """The students in the order in which they run: all mechanisms of a seed, then the next seed."""
+        teacher = str(out / "teacher" / "model") if self.teacher is not None else None
+        return [
+            Job(f"{folder_name(variant)}-seed{seed}", self._recipe(variant, seed, teacher))
+            for seed in self.seeds
+            for variant in self.mechanisms
+        ]
+
+    def _recipe(self, variant: str, seed: int, teacher: str | None) -> Recipe:
+        mechanism, settings = parse_variant(variant)
+        own: dict[str, Any] = {"seed": seed, "data_seed": seed}
+        if teacher is not None:
+            own["teacher"] = teacher
+        return recipe(self.recipe, mechanism, {**self.settings, **own, **settings})
+
+    def describe(self, out: Path = Path("runs/study")) -> str:
+        """What would run and what it would cost."""
+        from ..lab.estimate import describe_run
+
+        jobs = self.jobs(out)
+        lines = [
+            f"{len(jobs)} students: {', '.join(self.mechanisms)}; seeds {', '.join(map(str, self.seeds))}",
+            f"teacher: {'trained first' if self.teacher else jobs[0].recipe.teacher or 'none (plain cross-entropy)'}",
+            f"tokens: {sum(job.recipe.tokens for job in jobs):,} for the students"
+            + (f", {self.teacher.tokens:,} for the teacher" if self.teacher else ""),
+            "",
+            f"the first of them ({jobs[0].name}):",
+            describe_run(jobs[0].recipe),
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "mechanisms": list(self.mechanisms),
+            "seeds": list(self.seeds),
+            "settings": dict(self.settings),
+            "perplexity": dict(self.perplexity),
+            "tasks": None if self.tasks is None else list(self.tasks),
+            "engine": self.engine,
+        }
+
+
+def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
+    """`affine+activation=sigmoid` -> ("affine", {"mechanism.activation": "sigmoid"})."""
+    mechanism, *changes = text.split("+")
+    Mechanism.named(mechanism)
+    settings = {}
+    for change in changes:
+        key, value = parse_setting(change)
+        settings[f"mechanism.{key}" if key in MECHANISM_SETTINGS else key] = value
+    return mechanism, settings
+
+
+def folder_name(variant: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=-]+", "_", variant)

@@ -1,0 +1,181 @@
+"""Prints what a distillation loss costs at a large vocabulary: time and memory of forward and backward.
+
+    python -m benchmarks.distill                      # GPU if there is one, else CPU
+    python -m benchmarks.distill --device cpu --rounds 5 --shapes cpu-128k cpu-128k-wide
+
+Forward KL to the teacher's whole distribution, from the last hidden states and the heads of both models, with the
+gradients of the student's hidden states and head. The plain version makes all logits, as anyone would write it. The
+rivals are the chunked losses of Liger and TRL, where they are installed. They take turns; times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from affine_attention.lab import distill_chunks
+from affine_attention.lab.distill_chunks import Head, chunked_loss
+
+from .measure import median_seconds, peak_memory
+from .results_file import table, write
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    tokens: int
+    vocabulary: int
+    width: int
+    teacher_width: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.tokens} tokens, V{self.vocabulary}, M{self.width}, teacher M{self.teacher_width}"
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix products: the teacher's logits, the student's, and two gradients."""
+        return 2.0 * self.tokens * self.vocabulary * (3 * self.width + self.teacher_width)
+
+
+SHAPES = {
+    "cpu": (Shape("cpu-128k", 1024, 128256, 512, 512), Shape("cpu-128k-wide", 1024, 128256, 2048, 3072)),
+    "cuda": (
+        Shape("smollm-16k", 16384, 49152, 768, 576),
+        Shape("smollm-32k", 32768, 49152, 768, 576),
+        Shape("llama1b-16k", 16384, 128256, 2048, 3072),
+    ),
+}
+DEFAULT = {"cpu": ("cpu-128k",), "cuda": ("smollm-16k", "smollm-32k", "llama1b-16k")}
+PLAIN, OURS = "plain, all logits", "ours"
+
+
+class Bench:
+    """The inputs of one shape and the losses that are compared on it."""
+
+    def __init__(self, shape: Shape, device: str):
+        torch.manual_seed(0)
+        self.device = device
+        like = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+        self.hidden = torch.randn(shape.tokens, shape.width, **like).requires_grad_()
+        self.weight = (torch.randn(shape.vocabulary, shape.width, **like) * shape.width**-0.5).requires_grad_()
+        self.teacher_hidden = torch.randn(shape.tokens, shape.teacher_width, **like)
+        self.teacher_weight = torch.randn(shape.vocabulary, shape.teacher_width, **like) * shape.teacher_width**-0.5
+        self.labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=device)
+
+    def plain(self) -> Tensor:
+        log_q = F.log_softmax((self.hidden @ self.weight.T).float(), -1)
+        log_p = F.log_softmax((self.teacher_hidden @ self.teacher_weight.T).float(), -1)
+        return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+    def ours(self) -> Tensor:
+        return chunked_loss(
+            self.hidden, Head(self.weight), self.labels, self.teacher_hidden, Head(self.teacher_weight)
+        ).total_sum
+
+    def ours_without_triton(self) -> Tensor:
+        with mock.patch.object(distill_chunks, "find_spec", return_value=None):
+            return self.ours()
+
+    def losses(self) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
+        """The losses by name, and the names of those that are not installed."""
+        found: dict[str, Callable[[], Tensor]] = {PLAIN: self.plain, OURS: self.ours}
+        absent = []
+        if self.device == "cuda":
+            found["ours, without Triton"] = self.ours_without_triton
+        try:
+            from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+        except ImportError:
+            absent.append("Liger")
+        else:
+            liger = LigerFusedLinearJSDLoss(
+                weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=self.device == "cuda", chunk_size=128
+            )
+            given = (self.hidden, self.weight, self.teacher_hidden, self.teacher_weight, self.labels)
+            # A mean over the tokens, where the others are sums.
+            found["Liger, LigerFusedLinearJSDLoss"] = lambda: liger(*given) * len(self.labels)
+        try:
+            from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+        except ImportError:
+            absent.append("TRL")
+        else:
+            heads = (self.hidden, self.weight, None, self.teacher_hidden, self.teacher_weight, None)
+            found["TRL, ChunkedDivergenceFunction"] = lambda: ChunkedDivergenceFunction.apply(*heads, 0.0)[0].sum()
+        return found, absent
+
+    def with_backward(self, loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(loss(), [self.hidden, self.weight])
+
+
+def check(bench: Bench, losses: dict[str, Callable[[], Tensor]]) -> None:
+    """A loss that is not the same is not compared."""
+    truth, *true_grads = (loss := bench.plain()).detach(), *torch.autograd.grad(loss, [bench.hidden, bench.weight])
+    for name, function in losses.items():
+        loss = function()
+        grads = torch.autograd.grad(loss, [bench.hidden, bench.weight])
+        off = [abs(float(loss.detach() / truth) - 1)]
+        off += [
+            float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(grads, true_grads, strict=True)
+        ]
+        assert max(off) < (1e-3 if bench.device == "cpu" else 2e-2), f"{name} is off by {off}"
+
+
+def measure(shape: Shape, device: str, rounds: int) -> tuple[list[list[str]], list[str]]:
+    """Rows of the table for one shape, and what is not installed."""
+    bench = Bench(shape, device)
+    losses, absent = bench.losses()
+    check(bench, losses)
+    functions = {name: bench.with_backward(loss) for name, loss in losses.items()}
+    memory = {name: peak_memory(function, device) for name, function in functions.items()}
+    seconds = median_seconds(functions, rounds, device)
+    rows = []
+    for name in functions:
+        rows.append(
+            [
+                str(shape) if not rows else "",
+                name,
+                f"{seconds[name] * 1e3:.1f}",
+                f"{seconds[name] / seconds[PLAIN]:.2f}",
+                f"{shape.flops / seconds[name] / 1e12:.3g}",
+                f"{memory[name] / 2**20:.0f}",
+                f"{memory[name] / memory[PLAIN]:.2f}",
+            ]
+        )
+    return rows, absent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=None, help="turns that each loss takes (CPU 5, GPU 20)")
+    parser.add_argument("--shapes", nargs="*", default=None, metavar="NAME", help="only these shapes")
+    options = parser.parse_args()
+    rounds = options.rounds or (5 if options.device == "cpu" else 20)
+    wanted = options.shapes or DEFAULT[options.device]
+    known = {shape.name: shape for shape in SHAPES[options.device]}
+    if unknown := set(wanted) - set(known):
+        parser.error(f"--shapes must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    rows: list[list[str]] = []
+    for name in wanted:
+        found, absent = measure(known[name], options.device, rounds)
+        rows += found
+        lines = [
+            f"Forward KL, forward and backward, {'float32' if options.device == 'cpu' else 'bfloat16'}, medians of "
+            f"{rounds} turns. TFLOP/s counts the four matrix products. Peak memory is beyond the inputs and includes "
+            "the gradients.",
+            "",
+            *table(["shape", "loss", "ms", "x plain", "TFLOP/s", "peak MiB", "x plain"], rows),
+        ]
+        if absent:
+            lines += ["", f"Not installed here, so not measured: {', '.join(absent)}."]
+        title = "Distillation loss: time and memory beside the plain version"
+        write("distill", options.device, title, lines, echo=name == wanted[-1])
+
+
+if __name__ == "__main__":
+    main()

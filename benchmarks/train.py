@@ -1,0 +1,164 @@
+"""Measures distillation as users run it: tokens per second and MFU of `lab.train`, mechanism beside softmax, in turn.
+
+    python -m benchmarks.train [--mechanisms softmax affine] [--student llama-100m] [--teacher llama-100m] [--write]
+
+The teacher has random weights: its cost is that of any teacher of its shape. Runs take turns over the rounds; the first
+steps of each, which build caches and compile, are left out; the number is the median step. MFU is the student's forward
+and backward (6N and causal attention), and, apart, with the teacher's forward, over the bf16 peak of the device.
+Bars on one H200: affine at least 0.95x softmax; the step at 35 % or more for 100M parameters at T = 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from affine_attention import hf
+from affine_attention.lab.estimate import peak_flops, training_flops_per_token
+from affine_attention.lab.recipe import Recipe
+from affine_attention.lab.run import RunFolder
+from affine_attention.lab.train import train
+from affine_attention.recipes import EMBEDDED_TEXT, with_training_length
+from benchmarks.results_file import table, write
+
+WARM_UP = 8  # steps of a run that are left out
+SPEED_BAR, MFU_BAR = 0.95, 0.35
+
+
+def make_teacher(name: str, vocabulary: int, folder: Path) -> str:
+    torch.manual_seed(1)
+    hf.detach(hf.student(name, "softmax", vocab_size=vocabulary)).save_pretrained(folder)
+    return str(folder)
+
+
+def make_recipe(given: argparse.Namespace, mechanism: str, tokenizer: str, teacher: str | None) -> Recipe:
+    on_gpu = given.device == "cuda"
+    settings: dict[str, Any] = {
+        "mechanism": mechanism, "student": given.student, "student_changes": {"vocab_size": given.vocabulary},
+        "data": (EMBEDDED_TEXT,), "heldout": 0.05, "tokenizer": tokenizer, "teacher": teacher,
+        "sequence_length": given.length, "global_batch": given.batch, "device_batch": given.device_batch,
+        "steps": given.steps, "warmup_steps": 5, "decay_steps": 0, "save_every": 0, "probe_every": 0,
+        "dtype": "bfloat16" if on_gpu else "float32", "compile": given.compile, "keep_checkpoints": 1,
+    }  # fmt: skip
+    return with_training_length(Recipe().with_settings(settings))
+
+
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Seconds of every counted step, by mechanism."""
+    from affine_attention.lab.data import read_documents, train_tokenizer
+
+    tokenizer = folder / "tokenizer"
+    train_tokenizer(read_documents(EMBEDDED_TEXT), min(given.vocabulary, 8192)).save_pretrained(tokenizer)
+    teacher = make_teacher(given.teacher, given.vocabulary, folder / "teacher") if given.teacher else None
+    if teacher is not None:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(teacher)
+    seconds: dict[str, list[float]] = {mechanism: [] for mechanism in given.mechanisms}
+    for turn in range(given.rounds):
+        for mechanism in given.mechanisms:
+            recipe = make_recipe(given, mechanism, str(tokenizer), teacher)
+            run = RunFolder(folder / f"{mechanism}-{turn}")
+            train(recipe, run.path, quiet=True, device=given.device)
+            speeds = [line["tokens_per_second"] for line in run.log()[WARM_UP:]]
+            seconds[mechanism] += [recipe.tokens_per_step / speed for speed in speeds]
+            print(f"{mechanism}, turn {turn}: {statistics.median(speeds):,.0f} tokens/s", flush=True)
+    return seconds
+
+
+def profile(given: argparse.Namespace, folder: Path, mechanism: str, rows: int = 25) -> list[str]:
+    """Where the time of a step goes, kernel by kernel, over three steps."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    teacher = str(folder / "teacher") if given.teacher else None
+    short = argparse.Namespace(**{**vars(given), "steps": WARM_UP + 5})
+    recipe = make_recipe(short, mechanism, str(folder / "tokenizer"), teacher)
+    on_gpu = given.device == "cuda"
+    watched = torch_profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+
+    def on_step(record: dict[str, Any]) -> None:
+        if record["step"] == WARM_UP:
+            watched.start()
+        elif record["step"] == WARM_UP + 3:
+            if on_gpu:
+                torch.cuda.synchronize()
+            watched.stop()
+
+    train(recipe, folder / "profiled", quiet=True, device=given.device, on_step=on_step)
+    time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    kernels = [(event.key, getattr(event, time_of) / 3e3, event.count / 3) for event in watched.key_averages()]
+    kernels = sorted((kernel for kernel in kernels if kernel[1] > 0), key=lambda kernel: -kernel[1])
+    total = sum(kernel[1] for kernel in kernels)
+    shown = [
+        [f"`{name[:90]}`", f"{each:.2f}", f"{each / total:.1%}", f"{count:.0f}"] for name, each, count in kernels[:rows]
+    ]
+    return [
+        f"Kernels of one step of `{mechanism}` ({total:.1f} ms of kernels in all), mean of three steps:", "",
+        *table(["kernel", "ms", "share", "launches"], shown), "",
+    ]  # fmt: skip
+
+
+def flops(given: argparse.Namespace, mechanism: str, with_teacher: bool) -> float:
+    build = {"device": "meta", "vocab_size": given.vocabulary}
+    student = hf.student(given.student, mechanism, **build)
+    teacher = hf.student(given.teacher, "softmax", **build) if with_teacher and given.teacher else None
+    return training_flops_per_token(student, given.length, teacher)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mechanisms", nargs="+", default=["softmax", "affine"])
+    parser.add_argument("--student", default="llama-100m")
+    parser.add_argument("--teacher", default=None, help="a student's name for its shape; none: plain cross-entropy")
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device-batch", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="also list the kernels of a step")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--label", default="train", help="first part of the result's file name")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = {name: statistics.median(each) for name, each in measure(given, Path(folder)).items()}
+        lines = describe(given, seconds)
+        print("\n".join(lines), flush=True)  # before the profile, which may take long or fail
+        if given.profile:
+            lines += profile(given, Path(folder), given.mechanisms[-1])
+    if given.write:
+        write(given.label, given.device, "Distillation, as `affine train` runs it", lines)
+
+
+def describe(given: argparse.Namespace, seconds: dict[str, float]) -> list[str]:
+    tokens, peak = given.batch * given.length, peak_flops(given.device)
+    base = seconds[given.mechanisms[0]]
+    rows = []
+    for name, each in seconds.items():
+        shares = [
+            "" if peak is None else f"{flops(given, name, with_teacher) * tokens / each / peak:.1%}"
+            for with_teacher in (False, True)
+        ]
+        rows.append([name, f"{each * 1e3:.1f}", f"{tokens / each:,.0f}", f"{base / each:.3f}", *shares])
+    return [
+        f"{given.student}, teacher {given.teacher or 'none'}, vocabulary {given.vocabulary:,}, {given.length} tokens, "
+        f"{given.batch} sequences a step ({given.device_batch or given.batch} in a micro-batch), "
+        f"{'compiled layers' if given.compile else 'eager'}, {given.rounds} runs of {given.steps} steps in turn.",
+        "",
+        *table(["mechanism", "step, ms", "tokens/s", f"speed over {given.mechanisms[0]}", "MFU", "with teacher"], rows),
+        "",
+        f"Bars: speed {SPEED_BAR}, MFU {MFU_BAR:.0%}.",
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The live table shows what it was told, and lines where there is no terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from affine_attention.study.live import LiveTable
+
+
+def shown(table: LiveTable) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_lines_without_a_terminal(capsys):
+    with LiveTable([("softmax-seed0", 10)]) as table:
+        table.start("softmax-seed0", "trains")
+        for step in range(1, 11):
+            table.step("softmax-seed0", {"step": step, "loss": 3.0 - step / 10, "tokens_per_second": 1000.0})
+        table.finish("softmax-seed0", perplexity=12.345)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "softmax-seed0: trains"
+    assert lines[1].startswith("softmax-seed0: step 2 of 10, loss 2.8000")
+    assert lines[-1] == "softmax-seed0: done, held-out perplexity 12.35"
+    assert len(lines) == 7
+
+
+def test_the_table_has_a_row_for_each_run_and_the_time_left():
+    table = LiveTable([("a", 10), ("[b]", 10)], quiet=True)
+    assert table.seconds_left() is None
+    table.start("a", "trains")
+    for step in range(1, 6):
+        table.step("a", {"step": step, "loss": 2.5})
+    assert table.seconds_left() >= 0
+    text = shown(table)
+    assert "5/10" in text
+    assert "2.5000" in text
+    assert "[b]" in text, "names are text, not markup"
+    assert "5/20" in text
+
+
+def test_quiet_says_nothing(capsys):
+    with LiveTable([("a", 2)], quiet=True) as table:
+        table.start("a", "trains")
+        table.finish("a")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resumed_run_does_not_count_the_steps_of_before():
+    table = LiveTable([("a", 100)], quiet=True)
+    table.start("a", "trains")
+    table.step("a", {"step": 51, "loss": 1.0})
+    table.step("a", {"step": 52, "loss": 1.0})
+    table.step("a", {"step": 53, "loss": 1.0})
+    assert table.seconds_left() < 60

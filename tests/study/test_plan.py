@@ -1,0 +1,55 @@
+"""A plan names its runs, shares what must be shared, and refuses what cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from affine_attention.study import Plan, parse_variant
+
+
+def test_variants_change_the_mechanism_or_the_run():
+    assert parse_variant("affine") == ("affine", {})
+    name, settings = parse_variant("affine+activation=sigmoid+learning_rate=0.003")
+    assert name == "affine"
+    assert settings == {"mechanism.activation": "sigmoid", "learning_rate": 0.003}
+
+
+def test_every_mechanism_runs_with_every_seed_and_only_they_differ():
+    plan = Plan(mechanisms=("softmax", "affine"), seeds=(0, 7), settings={"steps": 120})
+    jobs = plan.jobs(Path("out"))
+    assert [job.name for job in jobs] == ["softmax-seed0", "affine-seed0", "softmax-seed7", "affine-seed7"]
+    first, second = jobs[0].recipe, jobs[1].recipe
+    assert all(line.startswith("mechanism.") for line in first.difference(second))
+    assert {line.split(":")[0] for line in first.difference(jobs[2].recipe)} == {"seed", "data_seed"}
+    assert first.steps == 120
+    assert second.mechanism.bias_length == second.sequence_length
+
+
+def test_a_study_without_a_teacher_trains_one_on_the_same_data():
+    plan = Plan(settings={"data": ("a.txt",), "vocabulary_size": 512, "steps": 120})
+    assert plan.teacher.data == ("a.txt",)
+    assert plan.teacher.vocabulary_size == 512
+    assert plan.teacher.teacher is None
+    assert plan.jobs(Path("out"))[0].recipe.teacher == str(Path("out/teacher/model"))
+    assert Plan(settings={"teacher": "somewhere"}).teacher is None
+    assert Plan(settings={"teacher": None}).jobs(Path("out"))[0].recipe.teacher is None
+    assert Plan(recipe="paper_1b").teacher is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mechanisms": ("afine",)}, "did you mean 'affine'?"),
+        ({"mechanisms": ("affine+momentun=0.5",)}, "no setting 'momentun'"),
+        ({"mechanisms": ()}, "mechanisms must name at least one"),
+        ({"seeds": (1, 1)}, "seeds must differ, got 1 twice"),
+        ({"recipe": "tiny"}, "recipe must be one of"),
+        ({"settings": {"stepz": 3}}, "did you mean 'steps'?"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_the_plan_is_made(changes, words):
+    with pytest.raises(ValueError) as error:
+        Plan(**changes)
+    assert words in str(error.value)
