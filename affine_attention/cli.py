@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace) -> int:
 
         print(describe_run(built, ranks=options.ranks or 1))
         return 0
-    from .lab.train import train
+    from .lab.training import train
 
     path = train(
         built,
@@ -181,7 +181,7 @@ def _add_gradients(commands: Any) -> None:
 
 
 def _gradients(options: argparse.Namespace) -> int:
-    from .lab.gradients import format_statistics, gradient_statistics
+    from .lab.inspection import format_statistics, gradient_statistics
 
     for log in options.logs:
         path = log / "log.jsonl" if log.is_dir() else log

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from affine_attention.lab import distill_chunks
-from affine_attention.lab.distill_chunks import Head, chunked_loss
+from affine_attention.lab.distill import chunks
+from affine_attention.lab.distill.chunks import Head, chunked_loss
 
 from .measure import median_seconds, peak_memory
 from .results_file import table, write
@@ -79,7 +79,7 @@ class Bench:
         ).total_sum
 
     def ours_without_triton(self) -> Tensor:
-        with mock.patch.object(distill_chunks, "find_spec", return_value=None):
+        with mock.patch.object(chunks, "find_spec", return_value=None):
             return self.ours()
 
     def losses(self) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:

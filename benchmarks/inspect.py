@@ -29,7 +29,7 @@ def inspect_layer(mechanism: str, length: int, dtype: str) -> dict[str, float]:
     import resource
 
     from affine_attention.hf import student
-    from affine_attention.lab.inspection import inspect
+    from affine_attention.lab.inspection.inspect import inspect
 
     torch.manual_seed(0)
     model = student(

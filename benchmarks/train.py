@@ -22,7 +22,7 @@ from affine_attention import hf
 from affine_attention.lab.estimate import peak_flops, training_flops_per_token
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.train import train
+from affine_attention.lab.training.train import train
 from affine_attention.recipes import EMBEDDED_TEXT, with_training_length
 from benchmarks.results_file import table, write
 

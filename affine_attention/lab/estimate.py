@@ -21,9 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..hf import STUDENTS, attach, is_attached, student
 from ..nn import AttentionMechanism
-from .distill_chunks import CHUNK_BYTES
+from .distill.chunks import CHUNK_BYTES
+from .distill.teacher import model_folder
 from .recipe import Recipe
-from .teacher import model_folder
 
 # Dense bf16 peaks of the makers' data sheets, FLOP/s; a name is looked for in this order.
 PEAK_FLOPS = {

@@ -88,7 +88,7 @@ def _bytes_of(recipe: Recipe) -> int:
 
 
 def _train(job: Job, out: Path, table: LiveTable, device: str | None) -> None:
-    from ..lab.train import train
+    from ..lab.training import train
 
     run = RunFolder(out / job.name)
     if run.finished:

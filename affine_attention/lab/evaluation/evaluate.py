@@ -55,12 +55,12 @@ def evaluate(
         perplexity: {name: file}, or files, which are then named by their stems; a file is a source of
             `lab.data.read_documents` (text, jsonl, parquet, folders), a list of them, or None: what the run held out.
         tasks: names; "paper" or None: the paper's six and LAMBADA; None is no task where only perplexity is asked for.
-        task_data: a folder of task files (see `lab.tasks`); None: lm-evaluation-harness fetches its own.
+        task_data: a folder of task files (see tasks.py); None: lm-evaluation-harness fetches its own.
         engine: "harness" runs lm-evaluation-harness; "direct" scores ready-made contexts without it (it need not be
             installed), in fewer and larger forwards, to the same accuracies.
         batch_size: sequences in a forward at most; None: chosen by the device.
         length: tokens in a window of perplexity; None: the run's sequence length, else the bias_length, else 1024.
-        stride: scored tokens of a window, see `lab.perplexity`.
+        stride: scored tokens of a window, see perplexity.py.
         limit: only so many documents and items, from the first.
         device: where to; None: the GPU where there is one. A loaded model stays where it is.
         dtype: of the weights; None: as saved.

@@ -1,0 +1,104 @@
+"""Turns a student, a teacher and a batch into the loss of knowledge distillation, as sums that can be added up."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .chunks import IGNORED, LossParts, Terms, chunked_loss
+from .heads import run_headless
+
+__all__ = ["DistillLoss", "LossParts"]
+
+
+class DistillLoss:
+    """Distillation from a teacher's full distribution, cross-entropy to the text, or both.
+
+    >>> loss = DistillLoss(kd_weight=0.9, ce_weight=0.1, temperature=2.0)
+    >>> parts = loss(student, teacher, {"input_ids": ids, "labels": ids})      # doctest: +SKIP
+    >>> (parts.total_sum / tokens_of_all_micro_batches_and_ranks).backward()   # doctest: +SKIP
+
+    Position t predicts token t + 1: `labels` are those of transformers, not shifted, -100 where nothing is learned.
+    The parts are sums over the tokens that count, so that micro-batches and ranks add up to the whole batch.
+
+    Args:
+        kd_weight: weight of the distillation term; with 0 the teacher is not run.
+        ce_weight: weight of the cross-entropy to the labels. Its sum is reported whatever the weight.
+        temperature: divides both models' logits in the distillation term, whose value and gradient are multiplied by
+            its square.
+        divergence: "forward_kl" is KL(teacher || student); "soft_cross_entropy" adds the teacher's entropy to it, which
+            has no gradient.
+        truncate_vocabulary: where the two vocabularies have different sizes, cut the larger to the smaller; without it
+            that is an error. Right where the difference is padding.
+        chunk_bytes: about how much one model's logits may take at a time; 128 MiB on the CPU, 512 MiB on a GPU.
+    """
+
+    def __init__(
+        self,
+        kd_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        temperature: float = 1.0,
+        divergence: str = "forward_kl",
+        truncate_vocabulary: bool = False,
+        chunk_bytes: int | None = None,
+    ):
+        self.terms = Terms(kd_weight, ce_weight, temperature, divergence)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, or None for the device's default, got {chunk_bytes}")
+        self.truncate_vocabulary = truncate_vocabulary
+        self.chunk_bytes = chunk_bytes
+        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told = False
+
+    def __repr__(self) -> str:
+        return f"DistillLoss({self.terms}, truncate_vocabulary={self.truncate_vocabulary})"
+
+    def __call__(self, student: Any, teacher: Any, inputs: Mapping[str, Any]) -> LossParts:
+        """The loss of one micro-batch. `teacher` may be None where `kd_weight` is 0; `inputs` are those of both."""
+        if inputs.get("labels") is None:
+            raise ValueError(f'inputs must have "labels", got {", ".join(map(repr, inputs))}')
+        if self.terms.kd_weight and teacher is None:
+            raise ValueError(
+                f"kd_weight={self.terms.kd_weight} needs a teacher; give one, or take kd_weight=0 and ce_weight=1 "
+                "for plain cross-entropy"
+            )
+        labels_N = next_tokens(inputs["labels"])
+        theirs = None
+        if self.terms.kd_weight:
+            with torch.no_grad():  # first: its passing tensors need not lie beside what the student keeps for backward
+                theirs = run_headless(teacher, inputs, self._checked)
+        ours = run_headless(student, inputs, self._checked)
+        if theirs is None:
+            return chunked_loss(
+                ours.hidden_BTM.flatten(0, 1), ours.head, labels_N, terms=self.terms,
+                compute_dtype=ours.compute_dtype, chunk_bytes=self.chunk_bytes,
+            )  # fmt: skip
+        head, teacher_head = ours.head, theirs.head
+        if head.vocabulary != teacher_head.vocabulary and self.truncate_vocabulary:
+            smaller = min(head.vocabulary, teacher_head.vocabulary)
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"the student's vocabulary of {head.vocabulary} and the teacher's of {teacher_head.vocabulary} "
+                    f"are both cut to the first {smaller} tokens in the loss",
+                    stacklevel=2,
+                )
+            head, teacher_head = head.cut(smaller), teacher_head.cut(smaller)
+        return chunked_loss(
+            ours.hidden_BTM.flatten(0, 1), head, labels_N, theirs.hidden_BTM.flatten(0, 1), teacher_head, self.terms,
+            compute_dtype=ours.compute_dtype, teacher_dtype=theirs.compute_dtype, chunk_bytes=self.chunk_bytes,
+        )  # fmt: skip
+
+
+def next_tokens(labels_BT: Tensor) -> Tensor:
+    """[B, T] labels -> [B · T]: the token after each position; nothing follows the last."""
+    if labels_BT.dim() != 2:
+        raise ValueError(f"labels must be [B, T], got {list(labels_BT.shape)}")
+    shifted = torch.full_like(labels_BT, IGNORED)
+    shifted[:, :-1] = labels_BT[:, 1:]
+    return shifted.flatten()

@@ -1,0 +1,321 @@
+"""Turns a model and a little text into the numbers behind Figures 2 to 6 and 9: inspection.json and maps.safetensors.
+
+One sequence and one layer at a time: what is kept is a tally of each layer. How each figure is read stands in
+metrics.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ...hf import attach, is_attached
+from ..run import SCHEMA, RunFolder, describe_machine, write_json
+from . import metrics
+from .capture import AttentionCall, mechanism_layers, watch
+from .sequences import Sequences, find_sequences
+from .tally import ENTROPY_EDGES, SHARE_EDGES, LayerTally
+
+EVEN = 1e-6  # heads whose total weights differ by less are the same: there is nothing to scale to [0, 1]
+
+
+def inspect(
+    model: str | Path | nn.Module,
+    *,
+    text: Any = None,
+    tokenizer: Any = None,
+    sequences: int = 10,
+    length: int = 1024,
+    map_length: int = 64,
+    layers: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    output: str | Path | None = None,
+) -> dict[str, Any]:
+    """Looks at every attention layer and head of a model while it reads text, and returns inspection.json.
+
+    >>> inspect("runs/affine")["entropy"]["softmax"]  # doctest: +SKIP
+
+    The model runs the attention that it was trained with. Where less was found than was asked for, `missing` says so.
+
+    Args:
+        model: the folder of a run, of a checkpoint, or a model with mechanisms; a plain checkpoint is softmax.
+        text: a file, documents, or sequences of ids (sequences.py); None: what the run held out.
+        tokenizer: that of the folder when None. A model object needs one for text.
+        sequences, length: the paper's ten sequences of 1k.
+        map_length: tokens of the attention maps, from the first sequence; 0: no maps.
+        layers: whose maps are kept; None: all.
+        device: where a folder is loaded, the GPU if there is one; a model object stays where it is.
+        dtype: in which a folder is loaded, that of its weights when None.
+        output: folder for inspection.json and inspection/maps.safetensors; the run's own when None and it is a run.
+    """
+    if isinstance(map_length, bool) or not isinstance(map_length, int) or map_length < 0:
+        raise ValueError(f"map_length must be an integer of at least 0, got {map_length!r}")
+    recipe, missing = None, []
+    if isinstance(model, nn.Module):
+        if device is not None or dtype is not None:
+            raise ValueError("device and dtype are for folders: move the model, then inspect it")
+        network: Any = model
+    else:
+        run = RunFolder(model)
+        folder = run.path
+        if run.exists:
+            if not run.finished:
+                raise FileNotFoundError(
+                    f"{folder} has no finished model (model/config.json); let `affine train` finish"
+                )
+            recipe, folder, output = run.recipe(), run.model, run.path if output is None else output
+        tokenizer = _tokenizer_of(folder) if tokenizer is None else tokenizer
+        network = load(folder, device, dtype)
+    mechanisms = mechanism_layers(network)
+    if not mechanisms:
+        raise ValueError(
+            f"model must have a mechanism to be inspected, got a plain {type(network).__name__}; "
+            'affine_attention.hf.attach(model, "softmax") names the attention that it has'
+        )
+    kept = _map_layers(layers, len(mechanisms))
+    limit = getattr(getattr(network, "config", None), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        missing.append(f"length {length} is more than the {limit} positions of the model, which was taken instead")
+        length = limit
+    found = find_sequences(text, tokenizer, sequences, length, recipe)
+    _check_ids(found, network)
+    tallies, maps = measure(network, found.inputs, map_length, kept)
+    map_tokens = _map_tokens(found, tokenizer, maps, map_length)
+    result = {
+        "schema": SCHEMA,
+        "made": describe_machine(_device_of(network)),
+        "mechanism": mechanisms[0].mechanism.to_dict(),
+        "sequences": len(found.inputs),
+        "length": length,
+        "tokens": sum(each["input_ids"].shape[1] for each in found.inputs),
+        "layers": len(mechanisms),
+        "heads": mechanisms[0].num_heads,
+        "text": {"source": found.source, "fingerprint": found.fingerprint()},
+        "missing": missing + found.missing + _not_finite(tallies),
+        **summarise(tallies),
+        "running_alpha": _running_alpha(mechanisms),
+        "maps": {"tokens": map_tokens, "length": len(map_tokens), "layers": sorted(maps)} if maps else None,
+    }
+    if output is not None:
+        write(result, maps, Path(output))
+    return result
+
+
+def load(
+    folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+) -> PreTrainedModel:
+    """The model of a checkpoint folder, ready to be watched; a plain one is given the name of what it is: softmax."""
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds neither a run (recipe.json) nor a checkpoint (config.json)")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    if not is_attached(model):
+        model = attach(model, "softmax")
+    network: Any = model
+    return network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def measure(
+    model: nn.Module, inputs: Sequence[dict[str, Tensor]], map_length: int = 0, map_layers: Sequence[int] = ()
+) -> tuple[list[LayerTally], dict[int, Tensor]]:
+    """(a tally of each layer, maps of some): runs the model on each input; the maps are those of the first."""
+    tallies = [LayerTally(layer.num_heads) for layer in mechanism_layers(model)]
+    maps: dict[int, Tensor] = {}
+
+    def observer(call: AttentionCall) -> None:
+        tallies[call.layer].add(call)
+        if call.layer in map_layers and call.layer not in maps and map_length > 0:
+            maps[call.layer] = metrics.weight_map(
+                call.query, call.key, map_length, alpha=call.alpha, beta=call.beta, sink=call.sink,
+                visibility=call.visibility, softmax_scale=call.softmax_scale,
+            ).cpu()  # fmt: skip
+
+    # The decoder alone where there is one: logits over a vocabulary would be the largest tensor by far.
+    decoder: Any = model.base_model if isinstance(model, PreTrainedModel) else model
+    options = {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
+    training, device = model.training, _device_of(model)
+    model.eval()
+    try:
+        with torch.no_grad(), watch(model, observer):
+            for each in inputs:
+                positions = {name: x.to(device) for name, x in each.items() if name != "input_ids"}
+                decoder(each["input_ids"].to(device), **positions, **options)
+    finally:
+        model.train(training)
+    return tallies, maps
+
+
+def summarise(tallies: Sequence[LayerTally]) -> dict[str, Any]:
+    """The tallies of all layers as the lists [layer][head] of inspection.json."""
+
+    def means(name: str) -> list[Any]:
+        return [tally.moments[name].means() for tally in tallies]
+
+    def deviations(name: str) -> list[Any]:
+        return [tally.moments[name].deviations() for tally in tallies]
+
+    over_heads = [tally.over_heads_numbers() for tally in tallies]
+    total = means("row_sum")
+    return {
+        "row_sum": {
+            "mean": total,
+            "std": deviations("row_sum"),
+            "histogram": {"edges": SHARE_EDGES.tolist(), "counts": [t.row_sum.counts.tolist() for t in tallies]},
+            "over_heads": {name: [each[name] for each in over_heads] for name in ("mean", "std", "median")}
+            | {"counts": [t.over_heads_histogram.counts[0].tolist() for t in tallies]},
+        },
+        "first_token": {"mean": means("first_token"), "std": deviations("first_token")},
+        "total_weight": {
+            "mean": total,
+            "std": deviations("row_sum"),
+            "absolute": means("absolute_sum"),
+            "normalized": _min_max(total),
+        },
+        "entropy": {
+            "softmax": means("entropy_softmax"),
+            "weights": means("entropy_weights"),
+            "negative_mass": means("negative_mass"),
+            "histogram": {"edges": ENTROPY_EDGES.tolist()}
+            | {
+                name: [t.entropy[f"entropy_{name}"].counts.tolist() for t in tallies] for name in ("softmax", "weights")
+            },
+        },
+        "alpha": _alpha(tallies),
+        "mean_logit": [tally.mean_logit() for tally in tallies],
+        "gate": _gate(tallies),
+    }
+
+
+def write(result: dict[str, Any], maps: dict[int, Tensor], folder: Path) -> None:
+    """inspection.json and inspection/maps.safetensors; each is whole or the one from before."""
+    from safetensors.torch import save
+
+    run = RunFolder(folder)
+    run.maps_file.parent.mkdir(parents=True, exist_ok=True)
+    beside = run.maps_file.with_name(f".{run.maps_file.name}.{os.getpid()}.tmp")
+    try:
+        tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
+        beside.write_bytes(save(tensors))  # save_file would leave a file that only its owner can read
+        os.replace(beside, run.maps_file)
+    finally:
+        beside.unlink(missing_ok=True)
+    write_json(run.inspection_file, result)
+
+
+def format_inspection(name: str | Path, found: dict[str, Any]) -> str:
+    """The same in a few lines for a terminal: the mean over heads of every layer."""
+    lines = [f"{name}: {found['mechanism']['name']}, {found['sequences']} sequences of {found['length']} tokens"]
+    columns = {
+        "row sum": found["row_sum"]["mean"],
+        "first token": found["first_token"]["mean"],
+        "entropy of p": found["entropy"]["softmax"],
+        "entropy of |w|": found["entropy"]["weights"],
+        "negative": found["entropy"]["negative_mass"],
+        "mean logit": found["mean_logit"],
+    }
+    lines.append("  layer" + "".join(f"{title:>16}" for title in columns))
+    for layer in range(found["layers"]):
+        cells = (_mean_text(values[layer]) for values in columns.values())
+        lines.append(f"  {layer:>5}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join([*lines, *(f"  {sentence}" for sentence in found["missing"])])
+
+
+def _mean_text(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.4f}" if known else "-"
+
+
+def _min_max(values_LH: list[list[float | None]]) -> list[list[float | None]] | None:
+    known = [each for row in values_LH for each in row if each is not None]
+    if not known or max(known) - min(known) < EVEN:
+        return None
+    low, high = min(known), max(known)
+    return [[None if each is None else (each - low) / (high - low) for each in row] for row in values_LH]
+
+
+def _alpha(tallies: Sequence[LayerTally]) -> dict[str, Any] | None:
+    if not any(tally.alpha.count.any() for tally in tallies):
+        return None
+    return {
+        "mean": [t.alpha.means() for t in tallies],
+        "std": [t.alpha.deviations() for t in tallies],
+        "histogram": {"edges": SHARE_EDGES.tolist(), "counts": [t.alpha_histogram.counts.tolist() for t in tallies]},
+        "saturated_low": [t.low.means() for t in tallies],
+        "saturated_high": [t.high.means() for t in tallies],
+    }
+
+
+def _gate(tallies: Sequence[LayerTally]) -> dict[str, Any] | None:
+    if not any(tally.gate_count for tally in tallies):
+        return None
+    return {
+        "mean": [t.gate / t.gate_count if t.gate_count else None for t in tallies],
+        "saturated": [t.gate_saturated / t.gate_count if t.gate_count else None for t in tallies],
+    }
+
+
+def _running_alpha(mechanisms: list[Any]) -> list[list[float]] | None:
+    if not mechanisms[0].mechanism.bias:
+        return None
+    return [each.scale.running_alpha.tolist() for each in mechanisms]
+
+
+def _not_finite(tallies: Sequence[LayerTally]) -> list[str]:
+    return [
+        f"layer {layer}: {tally.not_finite} row sums are not finite, so its means are missing"
+        for layer, tally in enumerate(tallies)
+        if tally.not_finite
+    ]
+
+
+def _map_tokens(found: Sequences, tokenizer: Any, maps: dict[int, Tensor], map_length: int) -> list[str]:
+    """The text of each token of the maps, as it is: what shows it has to escape it."""
+    if not maps:
+        return []
+    length = next(iter(maps.values())).shape[-1]
+    if length < map_length:
+        found.missing.append(f"the maps have {length} of {map_length} tokens: the first sequence has no more")
+    if tokenizer is None:
+        found.missing.append("there was no tokenizer: the tokens of the maps are shown as their ids")
+    ids = found.inputs[0]["input_ids"][0, :length].tolist()
+    return [str(each) if tokenizer is None else tokenizer.decode([each]) for each in ids]
+
+
+def _map_layers(layers: Sequence[int] | None, count: int) -> list[int]:
+    if layers is None:
+        return list(range(count))
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
+            raise ValueError(f"layers must be numbers from 0 to {count - 1} (or negative, from the end), got {layer!r}")
+    return sorted({layer % count for layer in layers})
+
+
+def _check_ids(found: Sequences, model: Any) -> None:
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    size = getattr(embedding, "num_embeddings", None)
+    for each in found.inputs:
+        largest, smallest = int(each["input_ids"].max()), int(each["input_ids"].min())
+        if smallest < 0 or (size is not None and largest >= size):
+            raise ValueError(
+                f"token ids must be from 0 to {'..' if size is None else size - 1}, the model's vocabulary, got "
+                f"{smallest} to {largest}: is this the model's tokenizer?"
+            )
+
+
+def _tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a folder, None where it has none: ids need no tokenizer."""
+    from ..data import load_tokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    return load_tokenizer(folder)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

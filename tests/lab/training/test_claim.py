@@ -1,0 +1,85 @@
+"""A folder is ours, or it is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from affine_attention.lab.recipe import Recipe
+from affine_attention.lab.run import RunFolder, write_json
+from affine_attention.lab.training.checkpoints import Checkpoints
+from affine_attention.lab.training.claim import check_folder, claim, open_run
+from affine_attention.lab.training.progress import Progress
+
+
+def make_run(path):
+    run = RunFolder(path)
+    write_json(run.recipe_file, Recipe().to_dict())
+    return run
+
+
+def test_a_lock_is_held_and_let_go(tmp_path):
+    run = make_run(tmp_path / "run")
+    with claim(run, True):
+        with pytest.raises(ValueError) as error, claim(run, True):
+            pass
+        assert "another process" in str(error.value)
+        with claim(run, False):
+            pass  # the other ranks of the same run
+    with claim(run, True):
+        pass
+
+
+def test_a_killed_process_lets_go(tmp_path):
+    run = make_run(tmp_path / "run")
+    code = (
+        "import fcntl, os, sys; lock = open(sys.argv[1], 'a'); fcntl.flock(lock, fcntl.LOCK_EX); "
+        "print('held', flush=True); os.kill(os.getpid(), 9)"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(run.path / ".lock")], capture_output=True, text=True)
+    assert child.stdout == "held\n"
+    with claim(run, True):
+        pass
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(RuntimeError), claim(run, True):
+        raise RuntimeError
+    assert not run.path.exists()
+    run.path.mkdir()
+    with pytest.raises(RuntimeError), claim(run, True):
+        raise RuntimeError
+    assert list(run.path.iterdir()) == []
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path, words in ((tmp_path / "file", "is a file"), (tmp_path, "holds file but no run")):
+        with pytest.raises(ValueError) as error:
+            check_folder(RunFolder(path), Recipe(), True)
+        assert words in str(error.value)
+    check_folder(RunFolder(tmp_path / "new"), Recipe(), True)
+    (tmp_path / "killed").mkdir()
+    for name in (".lock", ".recipe.json.77.tmp"):
+        (tmp_path / "killed" / name).touch()
+    check_folder(RunFolder(tmp_path / "killed"), Recipe(), True)
+
+
+def test_opening_cleans_up_and_says_so(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    run.add_event("start")
+    with open(run.events_file, "a") as file:
+        file.write('{"time": "2026')
+    for name in (".tmp-model-5", "checkpoints/.tmp-step-00000004-5"):
+        (run.path / name).mkdir(parents=True)
+        (run.path / name / "half").touch()
+    (run.path / ".log.jsonl.5.tmp").touch()
+    assert open_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False)) is None
+    assert "starting at step 0" in capsys.readouterr().err
+    reasons = [event["reason"] for event in run.events() if event["event"] == "skip"]
+    assert len(reasons) == 3
+    assert all("never finished" in reason for reason in reasons)
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "events.jsonl", "recipe.json"]
