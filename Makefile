@@ -4,10 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study test test-all lint accuracy benchmark sanitize wheel clean
+.PHONY: study test test-all lint accuracy benchmark crash sanitize wheel clean
 
 study: $(READY)
-	$(RUN) -m examples.compare_mechanisms
+	$(RUN) -m affine_attention study $(STUDY)
 
 test: lint
 	$(RUN) -m pytest
@@ -25,6 +25,10 @@ accuracy: $(READY)
 
 benchmark: $(READY)
 	$(RUN) -m benchmarks.attention
+
+# Kills a run 100 times at random and at every file operation of a save, and goes on each time.
+crash: $(READY)
+	$(RUN) -m tests.lab.training.crash --random 100 --every-file-operation
 
 # Needs a CUDA GPU and NVIDIA's compute-sanitizer.
 sanitize: $(READY)

@@ -98,7 +98,7 @@ def _add_evaluate(commands: Any) -> None:
     parser.add_argument("--batch-size", type=int, help="sequences in a forward (default: chosen by the device)")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="dtype of the computation (default: fp32)")
     _add_engine(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--output", type=Path, help="where the numbers go for a checkpoint that is not in a run")
 
 
@@ -141,7 +141,7 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--text", help="a file to look at (default: the run's held-out text)")
     parser.add_argument("--sequences", type=int, default=10, help="how many (the paper: 10)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each (the paper: 1k)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where the numbers go for a bare checkpoint")
 
 
@@ -217,6 +217,9 @@ def _add_study(commands: Any) -> None:
         help="with commas (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
+    parser.add_argument(
+        "--teacher-steps", type=int, metavar="N", help="of the teacher, when the study trains it"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
     parser.add_argument("--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set more")
     parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
@@ -234,6 +237,7 @@ def _study(options: argparse.Namespace) -> int:
         mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
         seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
         settings=_settings(options),
+        teacher_steps=options.teacher_steps,
         perplexity=dict(_pair(text) for text in options.perplexity),
         tasks=None if options.tasks is None else tuple(name for name in options.tasks.split(",") if name),
         task_data=options.task_data,
@@ -253,7 +257,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="any setting of the recipe"
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

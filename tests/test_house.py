@@ -18,7 +18,7 @@ import affine_attention
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "affine_attention"
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
-ROOMS = ("ops", "nn", "hf", "lab", "recipes", "cli")  # imports go from right to left
+ROOMS = ("ops", "nn", "hf", "lab", "recipes", "study", "cli")  # imports go from right to left
 
 
 def room_of(path: Path) -> str:

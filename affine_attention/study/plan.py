@@ -34,6 +34,7 @@ class Plan:
             mechanism or of the run for that student alone.
         seeds: each mechanism is trained once with each; a seed draws the initial weights and the order of the data.
         settings: changes of the recipe, for every student.
+        teacher_steps: of the teacher that the study trains when none is given.
         perplexity: held-out sets beside the run's own, by name.
         tasks, task_data, engine: of `affine evaluate`; no tasks unless they are named.
     """
@@ -42,6 +43,7 @@ class Plan:
     mechanisms: tuple[str, ...] = ("softmax", "sink", "gated", "affine", "affine_gated")
     seeds: tuple[int, ...] = (0,)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    teacher_steps: int | None = None
     perplexity: Mapping[str, str] = field(default_factory=dict)
     tasks: tuple[str, ...] | None = None
     task_data: Path | None = None
@@ -65,6 +67,9 @@ class Plan:
             return None
         students_own = ("data", "heldout", "text_column", "tokenizer", "vocabulary_size", "sequence_length", "dtype")
         shared = {key: value for key, value in self.settings.items() if key in students_own}
+        if self.teacher_steps is not None:
+            warmup, decay = self.teacher_steps // 10, self.teacher_steps // 5
+            shared |= {"steps": self.teacher_steps, "warmup_steps": warmup, "decay_steps": decay}
         return TEACHERS[self.recipe]().with_settings(shared)
 
     def jobs(self, out: Path) -> list[Job]:
@@ -105,6 +110,7 @@ class Plan:
             "mechanisms": list(self.mechanisms),
             "seeds": list(self.seeds),
             "settings": dict(self.settings),
+            "teacher_steps": self.teacher_steps,
             "perplexity": dict(self.perplexity),
             "tasks": None if self.tasks is None else list(self.tasks),
             "engine": self.engine,

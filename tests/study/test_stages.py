@@ -1,0 +1,142 @@
+"""A small study, end to end: what is done is not done again, what is wrong is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.study import Plan, run_study
+from affine_attention.study.stages import check_space
+
+SETTINGS = {
+    "steps": 12, "warmup_steps": 2, "decay_steps": 4, "global_batch": 4, "sequence_length": 64, "vocabulary_size": 512,
+    "student_changes": {"num_hidden_layers": 2, "vocab_size": 512}, "probe_every": 4, "save_every": 5,
+}  # fmt: skip
+MECHANISMS = ("softmax", "sink", "affine", "affine_gated")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("study")
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "stories.txt"
+    text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))
+    held = text.with_name("more.txt")
+    held.write_text("\n\n".join(f"Another story, {n}. The dog saw the cat." for n in range(5)))
+    settings = {**SETTINGS, "data": (str(text),), "heldout": 0.2}
+    return Plan(mechanisms=MECHANISMS, settings=settings, teacher_steps=10, perplexity={"more": str(held)})
+
+
+@pytest.fixture(scope="module")
+def page(plan, out):
+    return run_study(plan, out, device="cpu", quiet=True)
+
+
+def test_every_run_is_trained_evaluated_and_inspected(page, out):
+    assert page == out / "report.html"
+    losses = {}
+    for mechanism in MECHANISMS:
+        run = RunFolder(out / f"{mechanism}-seed0")
+        assert run.finished
+        assert [line["step"] for line in run.log()] == list(range(1, 13))
+        evaluation, inspection = read_json(run.evaluation_file), read_json(run.inspection_file)
+        assert set(evaluation["perplexity"]) == {"heldout", "more"}
+        assert inspection["mechanism"]["name"] == mechanism
+        assert run.recipe().teacher == str(out / "teacher" / "model")
+        losses[mechanism] = run.log()[0]["loss"]
+    # Same initial weights wherever they are shared, same data: at the first step only the attention differs.
+    assert len(set(losses.values())) == len(MECHANISMS)
+    assert max(losses.values()) - min(losses.values()) < 0.05 * min(losses.values())
+    text = page.read_text()
+    assert all(mechanism in text for mechanism in MECHANISMS)
+
+
+def test_softmax_rows_sum_to_one_and_affine_ones_do_not(page, out):
+    rows = {name: read_json(out / f"{name}-seed0" / "inspection.json")["row_sum"]["mean"] for name in MECHANISMS}
+    assert all(abs(value - 1) < 1e-5 for layer in rows["softmax"] for value in layer)
+    assert all(value < 0.95 for layer in rows["affine"] for value in layer)
+
+
+def test_started_again_it_does_nothing_twice(page, plan, out):
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "study.json"}
+    assert run_study(plan, out, device="cpu", quiet=True) == page
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert {path.name for path in before if before[path] != after[path]} <= {"report.html"}
+
+
+def test_a_lost_stage_is_made_again_and_gives_the_same(page, plan, out):
+    run = RunFolder(out / "affine-seed0")
+    evaluation = read_json(run.evaluation_file)
+    run.evaluation_file.unlink()
+    run_study(plan, out, device="cpu", quiet=True)
+    again = read_json(run.evaluation_file)
+    assert again["perplexity"]["heldout"]["token"] == evaluation["perplexity"]["heldout"]["token"]
+
+
+def test_two_studies_of_one_seed_have_the_same_tables(page, plan, out, tmp_path):
+    other = Plan(
+        mechanisms=("affine",), settings={**plan.settings, "teacher": str(out / "teacher" / "model")},
+    )  # fmt: skip
+    run_study(other, tmp_path, device="cpu", quiet=True)
+    mine, theirs = (RunFolder(folder / "affine-seed0") for folder in (out, tmp_path))
+    timing = ("tokens_per_second", "seconds", "mfu")
+    logs = [[{k: v for k, v in line.items() if k not in timing} for line in run.log()] for run in (mine, theirs)]
+    assert logs[0] == logs[1]
+    perplexities = [read_json(run.evaluation_file)["perplexity"]["heldout"]["token"] for run in (mine, theirs)]
+    assert perplexities[0] == perplexities[1]
+
+
+def test_other_settings_in_the_same_folder_are_refused_before_anything_runs(page, plan, out):
+    other = Plan(mechanisms=("softmax", "gated"), settings={**plan.settings, "learning_rate": 0.5}, teacher_steps=10)
+    with pytest.raises(ValueError) as error:
+        run_study(other, out, device="cpu", quiet=True)
+    assert "learning_rate: 0.002 -> 0.5" in str(error.value)
+    assert not (out / "gated-seed0").exists()
+
+
+def test_a_broken_earlier_run_is_named_and_left_alone(page, plan, out, tmp_path):
+    broken = tmp_path / "affine-seed0"
+    broken.mkdir()
+    (broken / "recipe.json").write_text("{")
+    (broken / "precious.txt").write_text("mine")
+    with pytest.raises(ValueError) as error:
+        run_study(plan, tmp_path, device="cpu", quiet=True)
+    assert "affine-seed0" in str(error.value)
+    assert (broken / "precious.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["affine-seed0"]
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(page, plan, out, tmp_path):
+    settings = {**plan.settings, "teacher": str(out / "teacher" / "model"), "student_changes": {"vocab_size": 600}}
+    with pytest.raises(ValueError) as error:
+        run_study(Plan(mechanisms=("softmax",), settings=settings), tmp_path, device="cpu", quiet=True)
+    assert "600" in str(error.value)
+    assert "512" in str(error.value)
+
+
+def test_no_room_on_the_disk_is_said_before_the_first_step(plan, tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match="GiB are free"):
+        check_space(plan.jobs(tmp_path), tmp_path / "deep" / "below")
+
+
+def test_a_file_is_no_folder(plan, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="must be a folder"):
+        run_study(plan, tmp_path / "file", device="cpu", quiet=True)
+
+
+def test_the_plan_is_kept_and_described(page, plan, out):
+    assert json.loads((out / "study.json").read_text())["mechanisms"] == list(MECHANISMS)
+    text = plan.describe(Path("runs/x"))
+    assert "4 students" in text
+    assert "trained first" in text

@@ -1,0 +1,118 @@
+"""The command: what it says, what it returns, and one run through all of its verbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from affine_attention.cli import main
+
+TINY = ["steps=4", "warmup_steps=1", "decay_steps=1", "global_batch=2", "sequence_length=32", "probe_every=2"]
+
+
+def settings(*more: str) -> list[str]:
+    return [part for text in (*TINY, *more) for part in ("--set", text)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "stories.txt"
+    path.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 20 for n in range(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    options = [
+        "train",
+        "--data",
+        str(text),
+        "--mechanism",
+        "affine",
+        "--out",
+        str(folder),
+        "--quiet",
+        "--device",
+        "cpu",
+    ]
+    small = settings("heldout=0.2", "vocabulary_size=300", "student_changes.num_hidden_layers=1")
+    assert main([*options, *small, "--set", "student_changes.vocab_size=300"]) == 0
+    return folder
+
+
+def test_train_evaluate_inspect_report(run, text, tmp_path, capsys):
+    assert main(["evaluate", str(run), "--perplexity", f"own={text}", "--limit", "3", "--device", "cpu"]) == 0
+    assert "own" in capsys.readouterr().out
+    assert main(["inspect", str(run), "--sequences", "2", "--length", "32", "--device", "cpu"]) == 0
+    assert "row sum" in capsys.readouterr().out
+    assert main(["gradients", str(run)]) == 0
+    assert "4 gradient norms" in capsys.readouterr().out
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    assert "Content-Security-Policy" in (tmp_path / "page.html").read_text()
+
+
+def test_the_folder_holds_what_a_reader_needs(run):
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["attention"]["implementation"] == "composed"
+    assert manifest["versions"]["torch"]
+    assert manifest["data"]["fingerprint"]
+    assert len((run / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_dry_run_starts_nothing(tmp_path, capsys):
+    assert main(["train", "--recipe", "paper_1b", "--out", str(tmp_path / "x"), "--dry-run", "--ranks", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "learning_rate = 0.001" in text
+    assert "1.049M are the mechanism's" in text
+    assert "18.874B" in text
+    assert not (tmp_path / "x").exists()
+    assert main(["study", "--plan", "--mechanisms", "softmax,affine", "--seeds", "0,1"]) == 0
+    assert "4 students" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--recipe", "paper_1B"], "did you mean 'paper_1b'?"),
+        (["train", "--mechanism", "afine"], "did you mean 'affine'?"),
+        (["train", "--set", "stepz=3"], "did you mean 'steps'?"),
+        (["train", "--set", "steps"], "a setting is written key=value, got 'steps'"),
+        (["train", "--recipe", "paper_1b", "--ranks", "7", "--dry-run"], "cannot be shared evenly by 7 ranks"),
+        (["train", "--data", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
+        (["evaluate", "nowhere"], "nowhere"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere"),
+        (["gradients", "nowhere"], "nowhere"),
+        (["study", "--mechanisms", "softmax,afine"], "did you mean 'affine'?"),
+        (["study", "--seeds", "one"], "a seed is a whole number, got 'one'"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_way_out(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith(f"affine {arguments[0]}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_lists_every_setting(capsys):
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("paper_3b", "affine_no_bias", "decay_type", "truncate_vocabulary"))
+
+
+def test_it_is_a_module_and_a_script():
+    done = subprocess.run([sys.executable, "-m", "affine_attention", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("affine_attention ")
+    script = os.path.join(os.path.dirname(sys.executable), "affine")
+    if os.path.exists(script):
+        assert subprocess.run([script, "--version"], capture_output=True, text=True).stdout == done.stdout
