@@ -100,7 +100,7 @@ def test_errors_are_one_line_that_names_the_way_out(arguments, words, tmp_path, 
     error = capsys.readouterr().err
     assert words in error
     assert error.startswith(f"affine {arguments[0]}: ")
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.name != "runs"] == [], "nothing is left behind"
 
 
 def test_recipes_lists_every_setting(capsys):

@@ -70,6 +70,9 @@ class Plan:
         if self.teacher_steps is not None:
             warmup, decay = self.teacher_steps // 10, self.teacher_steps // 5
             shared |= {"steps": self.teacher_steps, "warmup_steps": warmup, "decay_steps": decay}
+        vocabulary = recipe(self.recipe, "softmax", self.settings).student_changes.get("vocab_size")
+        if vocabulary is not None:
+            shared["student_changes.vocab_size"] = vocabulary
         return TEACHERS[self.recipe]().with_settings(shared)
 
     def jobs(self, out: Path) -> list[Job]:
