@@ -217,9 +217,7 @@ def _add_study(commands: Any) -> None:
         help="with commas (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
-    parser.add_argument(
-        "--teacher-steps", type=int, metavar="N", help="of the teacher, when the study trains it"
-    )
+    parser.add_argument("--teacher-steps", type=int, metavar="N", help="of the teacher, when the study trains it")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
     parser.add_argument("--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set more")
     parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
@@ -246,7 +244,11 @@ def _study(options: argparse.Namespace) -> int:
     if options.plan:
         print(plan.describe())
         return 0
-    print(run_study(plan, options.out, device=options.device, quiet=options.quiet or None))
+    try:
+        print(run_study(plan, options.out, device=options.device, quiet=options.quiet or None))
+    except SystemExit:  # a signal: the step is saved
+        print(f"affine study: the same command goes on from here; what is done stays in {options.out}", file=sys.stderr)
+        raise
     return 0
 
 
