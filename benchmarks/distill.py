@@ -52,7 +52,7 @@ SHAPES = {
     ),
 }
 DEFAULT = {"cpu": ("cpu-128k",), "cuda": ("smollm-16k", "smollm-32k", "llama1b-16k")}
-PLAIN, OURS = "plain, all logits", "ours"
+PLAIN, OURS, PRODUCTS = "plain, all logits", "ours", "the four matrix products alone"
 
 
 class Bench:
@@ -108,6 +108,13 @@ class Bench:
             found["TRL, ChunkedDivergenceFunction"] = lambda: ChunkedDivergenceFunction.apply(*heads, 0.0)[0].sum()
         return found, absent
 
+    @torch.no_grad()
+    def products(self) -> tuple[Tensor, ...]:
+        """What no version can do without: the logits of both models and two gradients, for all tokens at once."""
+        logits = self.hidden @ self.weight.T
+        _ = self.teacher_hidden @ self.teacher_weight.T
+        return logits @ self.weight, logits.T @ self.hidden
+
     def with_backward(self, loss: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(loss(), [self.hidden, self.weight])
 
@@ -131,6 +138,7 @@ def measure(shape: Shape, device: str, rounds: int) -> tuple[list[list[str]], li
     losses, absent = bench.losses()
     check(bench, losses)
     functions = {name: bench.with_backward(loss) for name, loss in losses.items()}
+    functions[PRODUCTS] = bench.products
     memory = {name: peak_memory(function, device) for name, function in functions.items()}
     seconds = median_seconds(functions, rounds, device)
     rows = []
