@@ -6,6 +6,7 @@ torch.Size([2048])
 """
 
 from .corpus import Corpus, check_same_data, check_vocabulary
+from .heldout import heldout_documents
 from .packing import collate
 from .preparation import prepare
 from .sources import read_documents
@@ -16,6 +17,7 @@ __all__ = [
     "check_same_data",
     "check_vocabulary",
     "collate",
+    "heldout_documents",
     "load_tokenizer",
     "prepare",
     "read_documents",

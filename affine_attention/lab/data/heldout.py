@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
+
+from ..recipe import Recipe
+from .sources import read_documents
 
 
 class Split(Protocol):
@@ -49,3 +52,14 @@ class CopySplit:
         copy = place_of(text) in self.places
         self.copies += copy
         return copy
+
+
+def heldout_documents(recipe: Recipe) -> tuple[str, Iterator[str]] | None:
+    """(where they come from, the documents that a run of this recipe never trains on); None where there are none."""
+    if not isinstance(recipe.heldout, float):
+        return ", ".join(recipe.heldout), read_documents(recipe.heldout, text_column=recipe.text_column)
+    if recipe.heldout == 0:
+        return None
+    split = FractionSplit(recipe.heldout)
+    documents = (each for each in read_documents(recipe.data, text_column=recipe.text_column) if split.holds(each))
+    return f"documents held out of {', '.join(recipe.data)} ({recipe.heldout:g})", documents

@@ -282,27 +282,21 @@ def _read(
     name: str, source: Any, run: RunFolder | None, limit: int | None, cache: dict[Any, Any]
 ) -> tuple[str, list[str]]:
     """(where a held-out set comes from, its documents)."""
-    from ..data import read_documents
-    from ..data.heldout import FractionSplit
+    from ..data import heldout_documents, read_documents
 
-    share, column = 0.0, "text"
     if source is None:
         if run is None or not run.exists:
             raise ValueError(f"perplexity[{name!r}] must name a file: None is what a run held out, and this is no run")
-        recipe = run.recipe()
-        source, column = recipe.heldout, recipe.text_column
-        if isinstance(source, float):
-            share, source = source, recipe.data
-            if not share:
-                raise ValueError(f"perplexity[{name!r}] must name a file: the run held nothing out (heldout = 0)")
-    words = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
-    if share:
-        words = f"documents held out of {words} ({share:g})"
-    if ("text", words, column) not in cache:
-        split = FractionSplit(share)
-        texts = [text for text in read_documents(source, text_column=column) if not share or split.holds(text)]
-        cache["text", words, column] = split_articles(texts)
-    return words, cache["text", words, column][:limit]
+        found = heldout_documents(run.recipe())
+        if found is None:
+            raise ValueError(f"perplexity[{name!r}] must name a file: the run held nothing out (heldout = 0)")
+        words, texts = found
+    else:
+        words = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
+        texts = read_documents(source)
+    if ("text", words) not in cache:
+        cache["text", words] = split_articles(list(texts))
+    return words, cache["text", words][:limit]
 
 
 def _dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:

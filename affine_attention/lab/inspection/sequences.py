@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import read_documents
-from ..data.heldout import FractionSplit
+from ..data import heldout_documents, read_documents
 from ..data.packing import as_example
 from ..data.tokenizer import DocumentEncoder
 from ..recipe import Recipe
@@ -99,13 +98,10 @@ def _items(text: Any, recipe: Recipe | None) -> tuple[str, Iterator[Any]]:
 def _held_out(recipe: Recipe | None) -> tuple[str, Iterator[str]]:
     if recipe is None:
         raise ValueError("text is missing: only the folder of a run names text that its model has not seen")
-    if not isinstance(recipe.heldout, float):
-        return ", ".join(recipe.heldout), iter(read_documents(recipe.heldout, text_column=recipe.text_column))
-    if recipe.heldout == 0:
+    found = heldout_documents(recipe)
+    if found is None:
         raise ValueError("text is missing: the run held nothing out (heldout = 0), so name a file")
-    split = FractionSplit(recipe.heldout)
-    documents = (each for each in read_documents(recipe.data, text_column=recipe.text_column) if split.holds(each))
-    return f"held-out documents of {', '.join(recipe.data)}", documents
+    return found
 
 
 def _add_documents(

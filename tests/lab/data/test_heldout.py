@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affine_attention.lab.data.heldout import CopySplit, FractionSplit, place_of
+from affine_attention.lab.data.heldout import CopySplit, FractionSplit, heldout_documents, place_of
+from affine_attention.lab.recipe import Recipe
 
 from .texts import make_documents
 
@@ -51,3 +52,16 @@ def test_the_smallest_share_holds_one_out(count):
     assert 0 < share < 1
     assert len(held(DOCUMENTS[:count], share)) >= 1
     assert len(held(DOCUMENTS[:count], share * 0.85)) <= 1
+
+
+def test_the_documents_that_a_recipe_never_trains_on(tmp_path):
+    texts = [f"Story {n}, long enough to be told." for n in range(50)]
+    source, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    source.write_text("\n\n".join(texts))
+    other.write_text("Another story.")
+    words, documents = heldout_documents(Recipe(data=(str(source),), heldout=0.3))
+    split = FractionSplit(0.3)
+    assert list(documents) == [text for text in texts if split.holds(text)]
+    assert str(source) in words
+    assert heldout_documents(Recipe(data=(str(source),), heldout=0.0)) is None
+    assert list(heldout_documents(Recipe(data=(str(source),), heldout=(str(other),)))[1]) == ["Another story."]

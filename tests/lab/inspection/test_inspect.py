@@ -164,7 +164,7 @@ def test_a_run_folder_gets_its_files(tmp_path, tokenizer):
     model = tiny("affine_gated")
     save_run(tmp_path, tokenizer, model, heldout=0.5)
     result = inspect(tmp_path, sequences=2, length=24, map_length=10, layers=[-1])
-    assert "held-out documents of" in result["text"]["source"]
+    assert "documents held out of" in result["text"]["source"]
     assert result == json.loads((tmp_path / "inspection.json").read_text())
     maps = load_file(tmp_path / "inspection" / "maps.safetensors")
     assert list(maps) == ["layer.1"]
