@@ -184,8 +184,7 @@ def _gradients(options: argparse.Namespace) -> int:
     from .lab.inspection import format_statistics, gradient_statistics
 
     for log in options.logs:
-        path = log / "log.jsonl" if log.is_dir() else log
-        print(format_statistics(log, gradient_statistics(path, last_step=options.steps)))
+        print(format_statistics(log, gradient_statistics(log, last_step=options.steps)))
     return 0
 
 
