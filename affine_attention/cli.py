@@ -165,12 +165,15 @@ def _add_report(commands: Any) -> None:
     parser = _command(commands, "report", "one page with the paper's tables and figures for these runs", _report)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same tables as GitHub markdown too")
 
 
 def _report(options: argparse.Namespace) -> int:
     from .lab.report import report
 
-    print(report(options.runs, options.output))
+    print(report(options.runs, options.output, markdown=options.markdown))
+    if options.markdown is not None:
+        print(options.markdown)
     return 0
 
 
@@ -222,6 +225,8 @@ def _add_study(commands: Any) -> None:
     parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
     parser.add_argument("--task-data", type=Path, metavar="DIR", help="records of the tasks, to run without network")
     _add_engine(parser)
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="students at a time, each in its process")
+    parser.add_argument("--discard-weights", action="store_true", help="keep logs and results of a student, no weights")
     parser.add_argument("--plan", action="store_true", help="print what would run and its cost, and stop")
     parser.add_argument("--quiet", action="store_true", help="no live table")
 
@@ -244,7 +249,15 @@ def _study(options: argparse.Namespace) -> int:
         print(plan.describe())
         return 0
     try:
-        print(run_study(plan, options.out, device=options.device, quiet=options.quiet or None))
+        page = run_study(
+            plan,
+            options.out,
+            device=options.device,
+            quiet=options.quiet or None,
+            parallel=options.parallel,
+            keep_weights=not options.discard_weights,
+        )
+        print(page)
     except SystemExit:  # a signal: the step is saved
         print(f"affine study: the same command goes on from here; what is done stays in {options.out}", file=sys.stderr)
         raise

@@ -35,6 +35,7 @@ class Recipe:
         default_factory=dict, metadata={"help": "settings of the student's configuration that differ"}
     )
     teacher: str | None = _setting(None, "folder or hub name of the teacher; none: plain cross-entropy")
+    remember_teacher: bool = _setting(False, "run the teacher once over the data, for all students; needs disk")
 
     data: tuple[str, ...] = _setting((), "text, jsonl or parquet files, folders, globs, or hf:NAME[:CONFIG][@SPLIT]")
     heldout: float | tuple[str, ...] = _setting(0.01, "share of documents never trained on, or files held out")
@@ -104,6 +105,10 @@ class Recipe:
             raise ValueError(f"device_batch must be at least 1, got {self.device_batch}")
         if self.teacher is not None and self.kd_weight == 0 and self.ce_weight == 0:
             raise ValueError("kd_weight and ce_weight are both 0, so there is nothing to learn; raise one of them")
+        if self.remember_teacher and self.streaming:
+            raise ValueError(
+                "remember_teacher=true needs data that is read whole, got streaming=true; set one of them to false"
+            )
         if self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError(
                 f"warmup_steps + decay_steps must fit into steps = {self.steps}, got {self.warmup_steps} + "

@@ -3,46 +3,109 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder, read_json, write_json
 from .live import LiveTable
+from .parallel import run_in_parallel
 from .plan import Job, Plan
 
 PAPER_SEQUENCES, PAPER_LENGTH = 10, 1024  # what the paper looks at ("ten sequences of 1k")
 
 
-def run_study(plan: Plan, out: Path | str, *, device: str | None = None, quiet: bool | None = None) -> Path:
+def run_study(
+    plan: Plan,
+    out: Path | str,
+    *,
+    device: str | None = None,
+    quiet: bool | None = None,
+    parallel: int = 1,
+    keep_weights: bool = True,
+) -> Path:
     """Runs what is missing of a plan in the folder `out`, and writes `out/report.html`.
 
     Started again after an interruption it goes on where it stopped. A run that is there with other settings is refused
     before anything starts; more mechanisms or seeds in the same folder are welcome.
+
+    Args:
+        plan: what to run.
+        out: the folder of the study; each run is a folder in it.
+        device: "cpu" or "cuda"; None takes a GPU where there is one.
+        quiet: True shows no table.
+        parallel: students that run at the same time, each in a process of its own.
+        keep_weights: False deletes a student's weights and checkpoints when it has been evaluated and inspected.
     """
     from ..lab.report import report
 
+    if parallel < 1:
+        raise ValueError(f"parallel must be at least 1, got {parallel}")
     out = Path(out)
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)
     check_earlier_runs(jobs, out)
-    check_space(jobs, out)
+    check_space(jobs, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
-    cache: dict[Any, Any] = {}  # the tokens of held-out texts and tasks are made once for all runs
+    work = StudentWork(plan, out, device, keep_weights)
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet) as table:
-        for job in jobs:
-            _train(job, out, table, device)
-            if job.name != "teacher":
-                _evaluate(plan, job, out, table, device, cache)
-                _inspect(job, out, table, device)
-            table.finish(job.name, perplexity=_heldout_perplexity(out / job.name))
+        if teacher is not None:
+            _train(jobs.pop(0), out, table, device)
+            table.finish("teacher")
+        if parallel > 1 and len(jobs) > 1:
+            run_in_parallel(jobs, work, parallel, table)
+        else:
+            for job in jobs:
+                work(job, table)
     return report(finished_runs(out), out / "report.html")
+
+
+@dataclass
+class StudentWork:
+    """Trains, evaluates and inspects one student after the other, and tells a table of it."""
+
+    plan: Plan
+    out: Path
+    device: str | None
+    keep_weights: bool
+    cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, made once for all
+
+    def __call__(self, job: Job, table: Table) -> None:
+        run = RunFolder(self.out / job.name)
+        if not is_done(run):
+            _train(job, self.out, table, self.device)
+        if run.finished:  # its weights are there
+            _evaluate(self.plan, job, self.out, table, self.device, self.cache)
+            _inspect(job, self.out, table, self.device)
+            if not self.keep_weights:
+                shutil.rmtree(run.checkpoints, ignore_errors=True)
+                shutil.rmtree(run.model)
+        table.finish(job.name, perplexity=_heldout_perplexity(run.path))
+
+
+class Table(Protocol):
+    """Who is told what happens: a LiveTable, or what stands for it in another process."""
+
+    def start(self, name: str, stage: str) -> None: ...
+
+    def step(self, name: str, record: dict[str, Any]) -> None: ...
+
+    def finish(self, name: str, *, perplexity: float | None = None) -> None: ...
+
+
+def is_done(run: RunFolder) -> bool:
+    """True when nothing is left to do for a student: all of it is there, or all but weights that were not kept."""
+    if run.finished:
+        return True
+    trained = any(event.get("event") == "finish" for event in run.events())
+    return trained and run.evaluation_file.exists() and run.inspection_file.exists()
 
 
 def finished_runs(out: Path) -> list[Path]:
     """Every finished student in a study's folder, also of earlier calls."""
     folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name != "teacher")
-    return [path for path in folders if RunFolder(path).exists and RunFolder(path).finished]
+    return [path for path in folders if RunFolder(path).exists and is_done(RunFolder(path))]
 
 
 def check_earlier_runs(jobs: list[Job], out: Path) -> None:
@@ -67,9 +130,10 @@ def check_earlier_runs(jobs: list[Job], out: Path) -> None:
         )
 
 
-def check_space(jobs: list[Job], out: Path) -> None:
-    """Refuses before the first step when the runs cannot fit on the disk."""
-    needed = sum(_bytes_of(job.recipe) for job in jobs if not RunFolder(out / job.name).finished)
+def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
+    """Refuses before the first step when the runs cannot fit on the disk; `at_once`: so many weights at a time."""
+    sizes = sorted((_bytes_of(job.recipe) for job in jobs if not is_done(RunFolder(out / job.name))), reverse=True)
+    needed = sum(sizes if at_once is None else sizes[:at_once])
     place = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
@@ -87,7 +151,7 @@ def _bytes_of(recipe: Recipe) -> int:
     return weights + 3 * weights * (recipe.keep_checkpoints + 1)
 
 
-def _train(job: Job, out: Path, table: LiveTable, device: str | None) -> None:
+def _train(job: Job, out: Path, table: Table, device: str | None) -> None:
     from ..lab.training import train
 
     run = RunFolder(out / job.name)
@@ -97,7 +161,7 @@ def _train(job: Job, out: Path, table: LiveTable, device: str | None) -> None:
     train(job.recipe, run.path, quiet=True, device=device, on_step=lambda record: table.step(job.name, record))
 
 
-def _evaluate(plan: Plan, job: Job, out: Path, table: LiveTable, device: str | None, cache: Any) -> None:
+def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None, cache: Any) -> None:
     from ..lab.evaluation import DEFAULT_TASKS, evaluate
 
     run = RunFolder(out / job.name)
@@ -118,7 +182,7 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: LiveTable, device: str | N
     )  # fmt: skip
 
 
-def _inspect(job: Job, out: Path, table: LiveTable, device: str | None) -> None:
+def _inspect(job: Job, out: Path, table: Table, device: str | None) -> None:
     from ..lab.inspection import inspect
 
     run = RunFolder(out / job.name)

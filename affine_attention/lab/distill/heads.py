@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from .chunks import Head
 
 SOFTCAP = "final_logit_softcapping"
+TEACHER_HIDDEN = "teacher_hidden"  # of a batch: what a teacher that was run before gave to its head
+NOT_GIVEN = ("labels", "num_items_in_batch", TEACHER_HIDDEN)  # of a batch, to a model
 TOLERANCE = 0.02  # of a head's input that is scaled in bf16
 
 
@@ -42,8 +44,7 @@ def run_headless(model: Any, inputs: Mapping[str, Any], checked: weakref.WeakSet
     """Runs `model` on `inputs` (without labels) up to its head. `checked` holds the models that were seen to fit."""
     inner = unwrapped(model)
     linear = _head_of(inner)
-    softcap = getattr(_text_config(inner), SOFTCAP, None)
-    given = {name: x for name, x in inputs.items() if name not in ("labels", "num_items_in_batch")}
+    given = {name: x for name, x in inputs.items() if name not in NOT_GIVEN}
     with _head_hands_on(inner, linear, keep=inner not in checked) as kept:
         hidden = model(**given, use_cache=False).logits
     if len(kept.dtypes) != 1:
@@ -51,7 +52,14 @@ def run_headless(model: Any, inputs: Mapping[str, Any], checked: weakref.WeakSet
     if inner not in checked:
         _check_is_linear(inner, hidden, kept.hidden[0])
         checked.add(inner)
-    return Headless(hidden, Head(whole(linear.weight), whole(linear.bias), softcap), kept.dtypes[0])
+    return Headless(hidden, head_of(inner), kept.dtypes[0])
+
+
+def head_of(model: Any) -> Head:
+    """What makes a model's logits of the hidden states that `run_headless` gives."""
+    inner = unwrapped(model)
+    linear = _head_of(inner)
+    return Head(whole(linear.weight), whole(linear.bias), getattr(_text_config(inner), SOFTCAP, None))
 
 
 def unwrapped(model: Any) -> Any:

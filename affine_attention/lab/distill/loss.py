@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .chunks import IGNORED, LossParts, Terms, chunked_loss
-from .heads import run_headless
+from .heads import TEACHER_HIDDEN, Headless, head_of, run_headless
 
 __all__ = ["DistillLoss", "LossParts"]
 
@@ -59,7 +59,10 @@ class DistillLoss:
         return f"DistillLoss({self.terms}, truncate_vocabulary={self.truncate_vocabulary})"
 
     def __call__(self, student: Any, teacher: Any, inputs: Mapping[str, Any]) -> LossParts:
-        """The loss of one micro-batch. `teacher` may be None where `kd_weight` is 0; `inputs` are those of both."""
+        """The loss of one micro-batch. `teacher` may be None where `kd_weight` is 0; `inputs` are those of both.
+
+        Where `inputs` hold what the teacher gave to its head (remembered.py), only its head runs.
+        """
         if inputs.get("labels") is None:
             raise ValueError(f'inputs must have "labels", got {", ".join(map(repr, inputs))}')
         if self.terms.kd_weight and teacher is None:
@@ -71,7 +74,7 @@ class DistillLoss:
         theirs = None
         if self.terms.kd_weight:
             with torch.no_grad():  # first: its passing tensors need not lie beside what the student keeps for backward
-                theirs = run_headless(teacher, inputs, self._checked)
+                theirs = self._teachers_word(teacher, inputs)
         ours = run_headless(student, inputs, self._checked)
         if theirs is None:
             return chunked_loss(
@@ -93,6 +96,12 @@ class DistillLoss:
             ours.hidden_BTM.flatten(0, 1), head, labels_N, theirs.hidden_BTM.flatten(0, 1), teacher_head, self.terms,
             compute_dtype=ours.compute_dtype, teacher_dtype=theirs.compute_dtype, chunk_bytes=self.chunk_bytes,
         )  # fmt: skip
+
+    def _teachers_word(self, teacher: Any, inputs: Mapping[str, Any]) -> Headless:
+        hidden_BTM = inputs.get(TEACHER_HIDDEN)
+        if hidden_BTM is None:
+            return run_headless(teacher, inputs, self._checked)
+        return Headless(hidden_BTM, head_of(teacher), hidden_BTM.dtype)
 
 
 def next_tokens(labels_BT: Tensor) -> Tensor:

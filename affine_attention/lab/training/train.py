@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..data import Corpus, check_same_data, prepare
+from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from ..estimate import make_utilisation
 from ..recipe import Recipe
@@ -119,6 +120,13 @@ def _train(
     student = build_student(recipe)
     check_fit(recipe, student, corpus.vocabulary_size)
     teacher = _load_teacher(recipe, student, device)
+    remembers = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
+    if remembers:
+        text = remember(
+            teacher, text, corpus.fingerprint, dtype=getattr(torch, recipe.dtype), cache=cache,
+            batch=arguments.per_device_train_batch_size,
+            before=lambda: _compile_layers(teacher) if recipe.compile else None,
+        )  # fmt: skip
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
         check_same_data(run.manifest()["data"], corpus)
@@ -139,7 +147,9 @@ def _train(
         trainer = DistillTrainer(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
             tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step,
-            utilisation=make_utilisation(student, recipe.sequence_length, device, ranks, teacher),
+            utilisation=make_utilisation(
+                student, recipe.sequence_length, device, ranks, None if remembers else teacher
+            ),
         )  # fmt: skip
     # Before this there is nothing to save, so a signal may do what it always does.
     with signals, closing(trainer.step_log):

@@ -1,0 +1,110 @@
+"""Students side by side are the students one after the other; what goes wrong in a process is said by the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affine_attention.lab.recipe import Recipe
+from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.study import Job, Plan, run_study
+from affine_attention.study.live import LiveTable
+from affine_attention.study.parallel import run_in_parallel
+from tests.lab.training.runs import log_without_timing
+from tests.study.test_stages import SETTINGS
+
+JOBS = [Job(f"job{number}", Recipe(seed=number)) for number in range(5)]
+
+
+class Note:
+    """Work that leaves a file; picklable, as work must be."""
+
+    def __init__(self, folder: Path, fails: str = "", dies: str = "", seconds: float = 0.0) -> None:
+        self.folder, self.fails, self.dies, self.seconds = folder, fails, dies, seconds
+
+    def __call__(self, job, table):
+        table.start(job.name, "works")
+        if job.name == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.name == self.fails:
+            raise ValueError("the sky is falling")
+        time.sleep(self.seconds)
+        (self.folder / job.name).write_text(str(os.getpid()))
+        table.finish(job.name, perplexity=float(job.recipe.seed))
+
+
+def table():
+    return LiveTable([(job.name, 1) for job in JOBS], quiet=True)
+
+
+def test_every_job_is_done_and_told_of(tmp_path):
+    shown = table()
+    run_in_parallel(JOBS, Note(tmp_path, seconds=0.3), 2, shown)
+    processes = {(tmp_path / job.name).read_text() for job in JOBS}
+    assert len(processes) == 2
+    assert str(os.getpid()) not in processes
+    assert {name: (row.stage, row.perplexity) for name, row in shown.rows.items()} == {
+        job.name: ("done", float(job.recipe.seed)) for job in JOBS
+    }
+
+
+def test_a_failure_names_the_job_and_begins_no_other(tmp_path):
+    with pytest.raises(ValueError, match="job0: ValueError: the sky is falling"):
+        run_in_parallel(JOBS, Note(tmp_path, fails="job0", seconds=2.0), 2, table())
+    assert not (tmp_path / "job4").exists()
+
+
+def test_a_killed_process_is_noticed(tmp_path):
+    with pytest.raises(ValueError, match="job1: its process ended with exit code -9"):
+        run_in_parallel(JOBS, Note(tmp_path, dies="job1"), 2, table())
+
+
+def test_a_signal_ends_all_of_them(tmp_path):
+    def interrupt():
+        while not any(tmp_path.iterdir()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SystemExit) as stopped:
+        run_in_parallel(JOBS, Note(tmp_path, seconds=1.0), 2, table())
+    thread.join()
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert len(list(tmp_path.iterdir())) < len(JOBS)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_students_side_by_side_are_those_one_after_the_other(tmp_path):
+    text = tmp_path / "stories.txt"
+    text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))
+    settings = {**SETTINGS, "data": (str(text),), "heldout": 0.2, "steps": 4, "warmup_steps": 1, "decay_steps": 1}
+    plan = Plan(mechanisms=("softmax", "affine"), settings=settings, teacher_steps=4)
+    run_study(plan, tmp_path / "one", device="cpu", quiet=True)
+    teacher = {"teacher": str(tmp_path / "one/teacher/model")}
+    given = replace(plan, settings=settings | teacher)
+    page = run_study(given, tmp_path / "two", device="cpu", quiet=True, parallel=2, keep_weights=False)
+    assert page.is_file()
+    for name in ("softmax-seed0", "affine-seed0"):
+        one, two = RunFolder(tmp_path / "one" / name), RunFolder(tmp_path / "two" / name)
+        assert log_without_timing(two.path) == log_without_timing(one.path)
+        perplexity = [read_json(run.evaluation_file)["perplexity"]["heldout"]["token"] for run in (one, two)]
+        assert perplexity[0] == perplexity[1]
+        assert not two.model.exists()
+        assert not two.checkpoints.exists()
+    # What is done stays done, without its weights.
+    lines = {path: path.read_bytes() for path in (tmp_path / "two").glob("*/log.jsonl")}
+    run_study(given, tmp_path / "two", device="cpu", quiet=True, parallel=2, keep_weights=False)
+    assert {path: path.read_bytes() for path in (tmp_path / "two").glob("*/log.jsonl")} == lines
+    assert page.read_text().count("affine") > 1
+
+
+def test_less_than_one_at_a_time_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="parallel must be at least 1, got 0"):
+        run_study(Plan(), tmp_path, parallel=0)
