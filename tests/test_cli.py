@@ -55,6 +55,9 @@ def test_train_evaluate_inspect_report(run, text, tmp_path, capsys):
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
     assert "Content-Security-Policy" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html"), "--markdown", str(tmp_path / "page.md")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "page.html"), str(tmp_path / "page.md")]
+    assert "### Table 1: mechanisms compared" in (tmp_path / "page.md").read_text()
 
 
 def test_the_folder_holds_what_a_reader_needs(run):

@@ -12,9 +12,11 @@ import hashlib
 import shutil
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -94,19 +96,32 @@ def _write_states(file: Path, teacher: Any, sequences: PackedDataset, dtype: tor
     device = next(teacher.parameters()).device
     in_order = PackedDataset(sequences.ids, sequences.starts, sequences.sequence_length)
     checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    show = sys.stderr.isatty()
-    with file.open("wb") as out, tqdm(desc="teacher", unit="seq", total=len(in_order), disable=not show) as bar:
-        for first in range(0, len(in_order), batch):
-            items = range(first, min(first + batch, len(in_order)))
+    total, show = len(in_order), sys.stderr.isatty()
+    with (
+        file.open("wb") as out,
+        ThreadPoolExecutor(1) as disk,
+        tqdm(desc="teacher", unit="seq", total=total, disable=not show, leave=False) as bar,
+    ):
+        written: deque[Future[None]] = deque()
+        for first in range(0, total, batch):
             # A compiled teacher knows one size: the last batch is filled up with its last sequence.
-            filled = [min(item, len(in_order) - 1) for item in range(first, first + batch)]
-            inputs = {key: x.to(device) for key, x in collate([in_order[item] for item in filled]).items()}
+            items = [min(item, total - 1) for item in range(first, first + batch)]
+            inputs = {key: x.to(device) for key, x in collate([in_order[item] for item in items]).items()}
             with _autocast(device, dtype):
                 hidden_BTM = run_headless(teacher, inputs, checked).hidden_BTM
             if hidden_BTM.dtype != dtype:
                 raise TypeError(f"the teacher's head is given {hidden_BTM.dtype}, where the run computes in {dtype}")
-            hidden_BTM[: len(items)].contiguous().cpu().view(_signed(dtype)).numpy().tofile(out)
-            bar.update(len(items))
+            # Beside the next forward; two batches may wait for the disk.
+            written.append(disk.submit(_append, hidden_BTM[: total - first], out))
+            while len(written) > 2:
+                written.popleft().result()
+            bar.update(min(batch, total - first))
+        for rest in written:
+            rest.result()
+
+
+def _append(hidden_BTM: Tensor, out: BinaryIO) -> None:
+    hidden_BTM.contiguous().cpu().view(_signed(hidden_BTM.dtype)).numpy().tofile(out)
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from . import tables
+from .claim_tables import claims_html
 from .collect import Run, load_run, load_runs
 from .groups import Group, group_runs
 from .maps import packed_maps
+from .markdown import write_markdown
 from .page import escaped, figure_html, page, rich, table_html
 from .plots import figures
 from .runs import details_of_runs, made_table, missing_html, perplexity_table, runs_table
@@ -20,14 +22,20 @@ __all__ = ["Run", "load_run", "load_runs", "report"]
 
 
 def report(
-    paths: Path | str | Iterable[Path | str], output: Path | str = "report.html", *, title: str | None = None
+    paths: Path | str | Iterable[Path | str],
+    output: Path | str = "report.html",
+    *,
+    title: str | None = None,
+    markdown: Path | str | None = None,
 ) -> Path:
     """Writes one HTML page about run folders and returns its path.
 
     Args:
-        paths: run folders; unfinished ones too. Seeds of one setting are found and averaged.
+        paths: run folders; unfinished ones too, and those whose weights were not kept. Seeds of one setting are found
+            and averaged.
         output: the file to write.
         title: heading of the page; None: the recipes' names.
+        markdown: a second file for the same tables: a new one, or one with the marks of markdown.py.
     """
     runs = load_runs(paths)
     if not runs:
@@ -36,6 +44,8 @@ def report(
     if output.is_dir():
         raise IsADirectoryError(f"output must be a file, got the folder {output}; write {output / 'report.html'}")
     written = render(runs, title)
+    if markdown is not None:  # first, since it may refuse a file with words of its own
+        write_markdown(group_runs(runs), Path(markdown))
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
@@ -62,6 +72,7 @@ def render(runs: list[Run], title: str | None = None) -> str:
     papers = "".join(table_html(tables.paper_table(f"table-{index}")) for index in (1, 2, 3, 4))
     sections = [
         ("overview", "At a glance", _join(parts, "forest", "deltas", "runs") + missing_html(groups)),
+        ("claims", "The paper’s claims", claims_html(groups)),
         ("quality", "Quality", _join(parts, "table-1", "table-2", "table-3", "perplexity")),
         ("training", "Training", _join(parts, "figure-7", "figure-10", "figure-8", "table-4", "table-5", "figure-2",
                                        "saturation", "speed")),

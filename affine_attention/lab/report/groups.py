@@ -29,7 +29,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
 # Settings that say how a run is stored, watched or spread over devices, not what is trained.
 BOOKKEEPING = {
     *("name", "seed", "data_seed", "mechanism", "device_batch", "gradient_checkpointing", "compile"),
-    *("save_every", "keep_checkpoints", "probe_every", "eval_every", "streaming"),
+    *("save_every", "keep_checkpoints", "probe_every", "eval_every", "streaming", "remember_teacher"),
 }
 
 

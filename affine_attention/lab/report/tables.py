@@ -105,7 +105,7 @@ def delta_table(groups: list[Group]) -> Table:
             cells = [_delta_cell(delta, measure) for delta, measure in zip(found, measures, strict=True)]
             rows.append(Row([*_head_cells(group, groups), *cells]))
     notes = [
-        "Differences are taken seed by seed, then averaged; ± is half of the 95 % interval of that mean. A coloured "
+        "Differences are taken seed by seed, then averaged; ± is half of the 95 % interval of that mean. A marked "
         "cell has an interval that leaves out zero. With one seed there is no interval, and a difference may be noise."
     ]
     if without:

@@ -37,6 +37,7 @@ from .state import whole_on_cpu
 from .student import build_student, check_fit, check_teacher, explain_attention
 from .trainer import DistillTrainer
 
+REMEMBERED_TOKENS = 2**15  # in one forward of a teacher that is run before the training
 BYTES_OF_A_PARAMETER = 12  # float32 weights and AdamW's two averages
 
 
@@ -124,7 +125,7 @@ def _train(
     if remembers:
         text = remember(
             teacher, text, corpus.fingerprint, dtype=getattr(torch, recipe.dtype), cache=cache,
-            batch=arguments.per_device_train_batch_size,
+            batch=max(arguments.per_device_train_batch_size, REMEMBERED_TOKENS // recipe.sequence_length),
             before=lambda: _compile_layers(teacher) if recipe.compile else None,
         )  # fmt: skip
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)

@@ -215,6 +215,24 @@ def test_on_a_phone_the_page_is_as_wide_as_the_screen(browser, path, tmp_path, d
     browser.call("Target.closeTarget", targetId=tab.target)
 
 
+def test_verdicts_are_seen_on_a_phone_without_scrolling(browser, path, tmp_path):
+    tab = browser.open(path.as_uri(), 390, 800, touch=True)
+    tab.run("document.querySelector('#claims').scrollIntoView()")
+    edges = tab.run(
+        "[...document.querySelectorAll('#verdicts tr > :nth-child(2)')].map((c) => c.getBoundingClientRect().right)"
+    )
+    assert len(edges) == 1 + len(Page(path.read_text()).tables["verdicts"][1:])
+    assert max(edges) < 390
+    colours = tab.run(
+        "[...document.querySelectorAll('#claims td.better, #claims td.worse')].map((c) => getComputedStyle(c).color)"
+    )
+    assert colours
+    assert "rgb(27, 35, 48)" not in colours, "a verdict stands out from plain ink"
+    keep(tab, "claims-phone", tmp_path)
+    check_quiet(tab, path)
+    browser.call("Target.closeTarget", targetId=tab.target)
+
+
 def test_tables_are_copied(tab, path, browser):
     browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     head, first, *_ = Page(path.read_text()).tables["table-1"]

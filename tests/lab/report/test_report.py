@@ -104,6 +104,30 @@ def test_inspections_with_holes_make_a_page(tmp_path, inspection):
     assert ("figure-4" in drawn) == ("layers" in inspection)
 
 
+@pytest.mark.parametrize("with_maps", [True, False])
+def test_stored_runs_without_weights_make_the_same_page(tmp_path, with_maps):
+    """A study keeps what is small: no model/, no checkpoints/, and perhaps no maps."""
+    kept = ["recipe.json", "manifest.json", "log.jsonl", "events.jsonl", "evaluation.json", "inspection.json"]
+    kept += ["inspection/maps.safetensors"] if with_maps else []
+    whole, stored = [], []
+    for name in ("softmax", "affine"):
+        for seed in (0, 1):
+            folder = make_run(tmp_path / "whole" / f"{name}-{seed}", name, seed, steps=20)
+            whole.append(folder)
+            stored.append(tmp_path / "stored" / folder.name)
+            for file in kept:
+                (stored[-1] / file).parent.mkdir(parents=True, exist_ok=True)
+                (stored[-1] / file).write_bytes((folder / file).read_bytes())
+    before, after = page_of(whole, tmp_path), page_of(stored, tmp_path)
+    assert after.tables == before.tables
+    assert {row[10] for row in after.tables["runs"][1:]} == {"finished"}
+    assert "Nothing is missing" in after.text
+    assert after.tables["verdicts"][0][1] == "Verdict"
+    assert len(after.data["maps"]) == (4 if with_maps else 0)
+    (stored[0] / "events.jsonl").write_text('{"event": "start"}\n')
+    assert page_of(stored, tmp_path).cell("runs", "softmax-0", "Status") == "unfinished at step 20 of 20"
+
+
 def test_nan_series_and_a_cut_log_make_a_page(tmp_path):
     folder = make_run(tmp_path / "run", "affine", steps=5, finished=False)
     lines = ['{"step": 1, "loss": NaN, "grad_norm": null}', '{"step": 2, "loss": Infinity}', '{"step": 3, "lo']

@@ -1,0 +1,94 @@
+"""Turns the report's tables into GitHub markdown, as a file or as the marked part of one that has words of its own."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import tables
+from .cells import Cell, Row, Table
+from .claim_tables import claim_tables
+from .groups import Group
+from .runs import made_table, perplexity_table, runs_table
+from .text import short, visible
+
+BEGIN, END = "<!-- report:begin -->", "<!-- report:end -->"
+BOLD = ("best", "better", "worse")
+
+
+def markdown(groups: list[Group]) -> str:
+    """Every table of the report under its section's heading; without date, so that equal runs give equal text."""
+    sections = [
+        ("The paper’s claims", claim_tables(groups)),
+        ("Differences to softmax", [tables.delta_table(groups)]),
+        ("Quality", [tables.table_1(groups), tables.table_2(groups), tables.table_3(groups)]),
+        ("Training", [tables.table_4(groups), tables.table_5(groups)]),
+        ("Perplexity", [perplexity_table(groups)]),
+        ("What was run", [runs_table(groups), made_table(groups)]),
+    ]
+    parts = [f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_markdown(groups: list[Group], path: Path) -> Path:
+    """Writes the tables between two marks: a new file, or that part of a file which has the marks already."""
+    text = f"{BEGIN}\n\n{markdown(groups)}\n{END}"
+    if path.is_dir():
+        raise IsADirectoryError(f"markdown must be a file, got the folder {path}; write {path / 'report.md'}")
+    if path.is_file() and (before := path.read_text(encoding="utf-8")).strip():
+        if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+            raise ValueError(
+                f"{path} has words and not the marks {BEGIN} and {END} once each, between which the tables go; put the "
+                "two lines where they belong, or name a new file"
+            )
+        written = before[: before.index(BEGIN)] + text + before[before.index(END) + len(END) :]
+    else:
+        written = text + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(written, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def table_markdown(table: Table) -> str:
+    """A heading, the caption, the table and its notes."""
+    lines = [f"### {_inline(table.title)}", ""]
+    if not table.rows:
+        return "\n".join([*lines, _prose(table.missing)])
+    sides = ["---:" if cell.numeric else ":---" for cell in table.rows[0].cells]
+    lines += [_prose(table.caption), "", _line(_inline(short(column, 60)) for column in table.columns), _line(sides)]
+    lines += [_line(_cell(cell, row) for cell in row.cells) for row in table.rows]
+    for note in table.notes:
+        lines += ["", _prose(note)]
+    return "\n".join(lines)
+
+
+def _cell(cell: Cell, row: Row) -> str:
+    text = _inline(short(cell.text))
+    if cell.kind in BOLD and text:
+        text = f"**{text}**"
+    elif row.kind == "paper" and text:
+        text = f"*{text}*"
+    return f"{text} {_inline(cell.detail)}" if cell.detail else text
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _inline(text: str) -> str:
+    """Text that is shown as it is: names come from outside and may hold markup. `a_b` needs no escape, `_a_` does."""
+    return re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
+
+
+def _prose(text: str) -> str:
+    """The same but for `commands`, which stay in code type."""
+    parts = re.split(r"(`[^`]*`)", visible(text))
+    return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else _inline(p) for p in parts)

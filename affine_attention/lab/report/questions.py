@@ -1,0 +1,202 @@
+"""Turns groups of runs into answers where the paper is silent: variants of a mechanism, and other settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ...nn import PRESETS
+from .cells import shown
+from .claims import SIGMOID, Claim
+from .collect import Run
+from .groups import BASELINE, Group
+from .measures import Measure, loss_measures, perplexity_measures
+from .settings import Setting, main_settings, settings_of
+from .verdicts import Comparison, compare, compare_gaps
+
+# What is minimised: runs that differ in one of these have losses that do not compare.
+OBJECTIVE = ("teacher", "kd_weight", "ce_weight", "temperature", "divergence")
+
+
+@dataclass
+class Rates:
+    """One mechanism at several learning rates, all else equal: the measure at each, and the best of them."""
+
+    mechanism: str
+    setting: str
+    measure: Measure
+    groups: dict[float, Group]
+
+    @property
+    def best(self) -> float | None:
+        means = {rate: found.mean for rate, group in self.groups.items() if (found := self.measure.of(group))}
+        if not means:
+            return None
+        return (min if self.measure.better == "lower" else max)(means, key=lambda rate: means[rate])
+
+
+def questions(groups: list[Group]) -> list[Claim]:
+    """What there are runs for: nothing is said of a question without any."""
+    every = settings_of(groups)
+    quality = [*loss_measures(groups), *perplexity_measures(groups)]
+    found = []
+    if variants := _variants(every, quality):
+        found.append(variants)
+    if others := _other_settings(every, quality):
+        found.append(others)
+    return found
+
+
+def rates(groups: list[Group]) -> list[Rates]:
+    """Mechanisms that were trained at two learning rates or more, all else equal."""
+    measures = [*perplexity_measures(groups), *loss_measures(groups)]
+    found: list[Rates] = []
+    settings = settings_of(groups)
+    mains = {setting.family: setting for setting in main_settings(settings)}
+    for family in _rate_families(settings) if measures else ():
+        others = [key for key in mains[family[0].family].changes(family[0]) if key != "learning_rate"]
+        label = ", ".join(part for part in (family[0].student, *family[0].named(others)) if part)
+        for name in PRESETS:
+            plain = {setting.values["learning_rate"]: setting.plain(name) for setting in family}
+            having = {rate: group for rate, group in plain.items() if group is not None and group.finished}
+            if len(having) > 1:
+                found.append(Rates(name, label, measures[0], dict(sorted(having.items()))))
+    return found
+
+
+def signs(swept: list[Rates]) -> list[str]:
+    """Whether each mechanism stands on one side of softmax at every rate that both were trained at, in sentences."""
+    found = []
+    for each in swept:
+        base = next((b for b in swept if b.mechanism == BASELINE and b.setting == each.setting), None)
+        if base is None or each is base:
+            continue
+        shared = [rate for rate in each.groups if rate in base.groups]
+        gaps = {rate: gap.mean for rate in shared if (gap := each.measure.delta(each.groups[rate], base.groups[rate]))}
+        if len(gaps) < 2:
+            continue
+        below = {gap < 0 for gap in gaps.values()}
+        word = "changes its sign with the rate"
+        if len(below) == 1:
+            word = f"is {'below' if True in below else 'not below'} zero at every rate"
+        numbers = ", ".join(f"{shown(gap, 3, sign=True)} at {rate:g}" for rate, gap in gaps.items())
+        place = f"{each.setting}: " if each.setting else ""
+        found.append(f"{place}{each.mechanism} − {BASELINE} {word}, by its mean: {numbers}.")
+    return found
+
+
+def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
+    """Each variant of a mechanism against the plain one; the sigmoid has a claim of its own."""
+    found = []
+    for setting in settings:
+        for name in PRESETS:
+            plain = setting.plain(name)
+            for label, group in setting.variants(name):
+                if plain is not None and not label.endswith(SIGMOID):
+                    found += [compare(m, (label, group), (name, plain), None, setting.label) for m in quality]
+    if not found:
+        return None
+    return Claim(
+        "question-variants", "Readings of the formula", "the paper is silent",
+        "“holds” says that the variant is better than the mechanism as it comes.",
+        found,
+    )  # fmt: skip
+
+
+def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | None:
+    """Every mechanism against softmax in settings other than the main one, and how far the gap moves from there."""
+    mains = {setting.family: setting for setting in main_settings(settings)}
+    found: list[Comparison] = []
+    lone: list[str] = []
+    for setting in settings:
+        main = mains[setting.family]
+        if setting is main:
+            continue
+        if (softmax := setting.plain(BASELINE)) is None:
+            lone.append(setting.label)
+            continue
+        gaps = _gap_measures(quality, main.changes(setting))
+        for name in PRESETS:
+            group = setting.plain(name)
+            if group is None or group is softmax:
+                continue
+            found += [compare(m, (name, group), (BASELINE, softmax), None, setting.label) for m in quality]
+            there, base = main.plain(name), main.plain(BASELINE)
+            if there and base:
+                names = (f"({name} − softmax here)", "(in the main setting)")
+                found += [compare_gaps(m, names, (group, softmax), (there, base), "", setting.label) for m in gaps]
+    found += _at_best_rates(settings, quality)
+    if not found:
+        return None
+    described = []
+    for family, main in mains.items():
+        changed = dict.fromkeys(key for s in settings if s.family == family for key in main.changes(s))
+        if changed:
+            described.append(", ".join(part for part in (main.student, *main.named(changed)) if part))
+    return Claim(
+        "question-settings", "The same comparison in other settings", "the paper is silent",
+        "“holds” says that the mechanism is better than softmax there too. Then how far this gap differs from that of "
+        "the main setting: perplexities as logarithms, whose differences are ratios and compare between levels; no "
+        "losses where another one is minimised.",
+        found,
+        [f"The main setting, in which the claims above are judged: {'; '.join(described)}."] * bool(described)
+        + [f"No softmax run to compare with: {'; '.join(lone)}."] * bool(lone),
+    )  # fmt: skip
+
+
+def _at_best_rates(settings: list[Setting], quality: list[Measure]) -> list[Comparison]:
+    """Each mechanism at its best rate against softmax at its own: neither may win by the other's wrong rate."""
+    found = []
+    groups = [group for setting in settings for group in setting.groups]
+    by_setting: dict[str, dict[str, Rates]] = {}
+    for each in rates(groups):
+        by_setting.setdefault(each.setting, {})[each.mechanism] = each
+    for setting, table in by_setting.items():
+        label = f"{setting}, each at its best rate" if setting else "each at its best rate"
+        base = table.get(BASELINE)
+        for name, each in table.items():
+            if base is None or each is base or base.best is None or each.best is None:
+                continue
+            names = (f"{name} at {each.best:g}", f"{BASELINE} at {base.best:g}")
+            pair = (each.groups[each.best], base.groups[base.best])
+            found += [compare(m, (names[0], pair[0]), (names[1], pair[1]), None, label) for m in quality]
+    return found
+
+
+def _rate_families(settings: list[Setting]) -> list[list[Setting]]:
+    """Settings that differ in their learning rate alone, put together."""
+    families: list[list[Setting]] = []
+    for setting in settings:
+        if not isinstance(setting.values.get("learning_rate"), int | float):
+            continue
+        for family in families:
+            if family[0].recipe_name == setting.recipe_name and family[0].changes(setting) == ["learning_rate"]:
+                family.append(setting)
+                break
+        else:
+            families.append([setting])
+    return [family for family in families if len(family) > 1]
+
+
+def _gap_measures(quality: list[Measure], changed: list[str]) -> list[Measure]:
+    """Perplexities as logarithms; losses as they are, where the objective is the same."""
+    other_objective = bool(set(changed) & set(OBJECTIVE))
+    found = []
+    for measure in quality:
+        if measure.label.endswith(" PPL"):
+            title = f"logarithm of the {measure.title.split(';')[0]}"
+            found.append(replace(measure, label=f"ln {measure.label}", read=_Log(measure), digits=4, title=title))
+        elif not other_objective:
+            found.append(measure)
+    return found
+
+
+@dataclass(frozen=True)
+class _Log:
+    """The logarithm of a measure."""
+
+    measure: Measure
+
+    def __call__(self, run: Run) -> float:
+        value = self.measure.read(run)
+        return math.log(value) if value > 0 else math.nan

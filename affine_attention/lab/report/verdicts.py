@@ -1,0 +1,135 @@
+"""Turns two groups of runs into a difference, and a difference into a verdict by one fixed rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .groups import Group
+from .measures import Measure
+from .statistics import Estimate, difference
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
+ZERO = "the interval includes zero"  # the usual reason of OPEN, which the numbers themselves show
+RULE = (
+    "Differences are taken seed by seed; ± is half of the 95 % interval of their mean (Student's t). A claim holds "
+    "when the interval lies wholly on the side that is claimed, does not hold when it lies wholly on the other side, "
+    "and cannot be told when it includes zero, has no width (the same count in every seed), or there is no interval: "
+    "one seed, or no run. A row without a verdict is a part of a difference, or a difference of differences: nothing "
+    "is claimed of it."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measure of two groups: ours − other. `side` is what is claimed of the difference, "" when nothing is."""
+
+    ours: str
+    other: str
+    measure: Measure
+    side: str
+    delta: Estimate | None
+    setting: str = ""
+    absent: tuple[str, ...] = ()  # of which there is no run
+    why_not: str = ""  # why there is no difference, when both have runs
+
+    @property
+    def name(self) -> str:
+        return f"{self.ours} − {self.other}"
+
+    @property
+    def verdict(self) -> str:
+        return self._judged[0]
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be told."""
+        return self._judged[1]
+
+    @property
+    def _judged(self) -> tuple[str, str]:
+        if self.absent:
+            return OPEN, f"no run of {' or '.join(self.absent)}"
+        if self.delta is None:
+            return OPEN, self.why_not or "not measured"
+        return judge(self.delta, self.side)
+
+
+def judge(delta: Estimate, side: str) -> tuple[str, str]:
+    """(verdict, reason when it is open) of a difference; a side of "" has no verdict.
+
+    Args:
+        side: what is claimed: "lower" for a difference below zero, "higher" for one above.
+    """
+    if side not in ("lower", "higher", ""):
+        raise ValueError(f'side must be "lower", "higher" or "", got {side!r}')
+    if not side:
+        return "", ""
+    if delta.interval is None:
+        return OPEN, "one seed"
+    low, high = delta.interval
+    if low <= 0 <= high:
+        return OPEN, ZERO
+    if low == high:
+        return OPEN, "the same in every seed"
+    return (HOLDS if (high < 0) == (side == "lower") else FAILS), ""
+
+
+def compare(
+    measure: Measure,
+    ours: tuple[str, Group | None],
+    other: tuple[str, Group | None],
+    side: str | None = None,
+    setting: str = "",
+) -> Comparison:
+    """The difference of two named groups; None in place of a group: there is no run of it.
+
+    Args:
+        side: what is claimed; None: that ours is better, by the measure's own word.
+    """
+    side = measure.better if side is None else side
+    (ours_name, mine), (other_name, theirs) = ours, other
+    absent = tuple(name for name, group in (ours, other) if group is None)
+    if mine is None or theirs is None:
+        return Comparison(ours_name, other_name, measure, side, None, setting, absent)
+    waiting = [name for name, group in ((ours_name, mine), (other_name, theirs)) if not group.finished]
+    why_not = f"{' and '.join(waiting)} not finished" if waiting else ""
+    return Comparison(ours_name, other_name, measure, side, measure.delta(mine, theirs), setting, (), why_not)
+
+
+def compare_gaps(
+    measure: Measure,
+    names: tuple[str, str],
+    first: tuple[Group, Group],
+    second: tuple[Group, Group],
+    side: str = "",
+    setting: str = "",
+) -> Comparison:
+    """The difference of two differences, each paired by seed: (a − b) − (c − d)."""
+    groups = (*first, *second)
+    delta = difference(_gap(measure, *first), _gap(measure, *second)) if all(g.finished for g in groups) else None
+    return Comparison(*names, measure, side, delta, setting)
+
+
+def tally(comparisons: Iterable[Comparison]) -> str:
+    """`2 hold, 1 does not, 3 cannot be told`, of what has a verdict."""
+    verdicts = [comparison.verdict for comparison in comparisons]
+    words = []
+    for verdict, one, many in ((HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (OPEN, OPEN, OPEN)):
+        if count := verdicts.count(verdict):
+            words.append(f"{count} {one if count == 1 else many}")
+    return ", ".join(words)
+
+
+def digits_for(delta: Estimate, least: int) -> int:
+    """Decimals that show two digits of the interval, or of the difference itself where there is none."""
+    size = delta.half_width or abs(delta.mean)
+    if size <= 0 or not math.isfinite(size):
+        return least
+    return min(6, max(least, 1 - math.floor(math.log10(size))))
+
+
+def _gap(measure: Measure, ours: Group, other: Group) -> dict:
+    mine, theirs = measure.by_seed(ours), measure.by_seed(other)
+    return {seed: mine[seed] - theirs[seed] for seed in mine if seed in theirs}
