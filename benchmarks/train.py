@@ -2,9 +2,10 @@
 
     python -m benchmarks.train [--mechanisms softmax affine] [--student llama-100m] [--teacher llama-100m] [--write]
 
-The teacher has random weights: its cost is that of any teacher of its shape. Runs take turns over the rounds; the first
-steps of each, which build caches and compile, are left out; the number is the median step. MFU is the student's forward
-and backward (6N and causal attention), and, apart, with the teacher's forward, over the bf16 peak of the device.
+The teacher has random weights unless a folder is named: its cost is that of any teacher of its shape. Runs take turns
+over the rounds; the first steps of each, which build caches and compile, are left out; the number is the median step.
+MFU is the student's forward and backward (6N and causal attention), and, apart, with the teacher's forward, over the
+bf16 peak of the device.
 Bars on one H200: affine at least 0.95x softmax; the step at 35 % or more for 100M parameters at T = 2048.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from affine_attention import hf
-from affine_attention.lab.estimate import peak_flops, training_flops_per_token
+from affine_attention.lab.estimate import meta_teacher, peak_flops, training_flops_per_token
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.train import train
@@ -39,7 +40,7 @@ def make_teacher(name: str, vocabulary: int, folder: Path) -> str:
 def make_recipe(given: argparse.Namespace, mechanism: str, tokenizer: str, teacher: str | None) -> Recipe:
     on_gpu = given.device == "cuda"
     settings: dict[str, Any] = {
-        "mechanism": mechanism, "student": given.student, "student_changes": {"vocab_size": given.vocabulary},
+        "mechanism": mechanism, "student": given.student, "student_changes": student_changes(given),
         "data": (EMBEDDED_TEXT,), "heldout": 0.05, "tokenizer": tokenizer, "teacher": teacher,
         "sequence_length": given.length, "global_batch": given.batch, "device_batch": given.device_batch,
         "steps": given.steps, "warmup_steps": 5, "decay_steps": 0, "save_every": 0, "probe_every": 0,
@@ -48,21 +49,27 @@ def make_recipe(given: argparse.Namespace, mechanism: str, tokenizer: str, teach
     return with_training_length(Recipe().with_settings(settings))
 
 
+def student_changes(given: argparse.Namespace) -> dict[str, Any]:
+    layers = {} if given.layers is None else {"num_hidden_layers": given.layers}
+    return {"vocab_size": given.vocabulary} | layers
+
+
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of every counted step, by mechanism."""
     from affine_attention.lab.data import read_documents, train_tokenizer
 
-    tokenizer = folder / "tokenizer"
-    train_tokenizer(read_documents(EMBEDDED_TEXT), min(given.vocabulary, 8192)).save_pretrained(tokenizer)
-    teacher = make_teacher(given.teacher, given.vocabulary, folder / "teacher") if given.teacher else None
-    if teacher is not None:
+    teacher, tokenizer = teacher_of(given, folder), tokenizer_of(given, folder)
+    if not Path(tokenizer).is_dir():
+        train_tokenizer(read_documents(EMBEDDED_TEXT), min(given.vocabulary, 8192)).save_pretrained(tokenizer)
+    if teacher is not None and teacher != given.teacher:
         from transformers import AutoTokenizer
 
+        make_teacher(given.teacher, given.vocabulary, Path(teacher))
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(teacher)
     seconds: dict[str, list[float]] = {mechanism: [] for mechanism in given.mechanisms}
     for turn in range(given.rounds):
         for mechanism in given.mechanisms:
-            recipe = make_recipe(given, mechanism, str(tokenizer), teacher)
+            recipe = make_recipe(given, mechanism, tokenizer, teacher)
             run = RunFolder(folder / f"{mechanism}-{turn}")
             train(recipe, run.path, quiet=True, device=given.device)
             speeds = [line["tokens_per_second"] for line in run.log()[WARM_UP:]]
@@ -71,14 +78,24 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     return seconds
 
 
+def teacher_of(given: argparse.Namespace, folder: Path) -> str | None:
+    """The folder of the teacher: the one that was named, or one with random weights."""
+    if given.teacher is None:
+        return None
+    return given.teacher if Path(given.teacher).is_dir() else str(folder / "teacher")
+
+
+def tokenizer_of(given: argparse.Namespace, folder: Path) -> str:
+    return given.teacher if given.teacher and Path(given.teacher).is_dir() else str(folder / "tokenizer")
+
+
 def profile(given: argparse.Namespace, folder: Path, mechanism: str, rows: int = 25) -> list[str]:
     """Where the time of a step goes, kernel by kernel, over three steps."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    teacher = str(folder / "teacher") if given.teacher else None
     short = argparse.Namespace(**{**vars(given), "steps": WARM_UP + 5})
-    recipe = make_recipe(short, mechanism, str(folder / "tokenizer"), teacher)
+    recipe = make_recipe(short, mechanism, tokenizer_of(given, folder), teacher_of(given, folder))
     on_gpu = given.device == "cuda"
     watched = torch_profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
 
@@ -105,9 +122,12 @@ def profile(given: argparse.Namespace, folder: Path, mechanism: str, rows: int =
 
 
 def flops(given: argparse.Namespace, mechanism: str, with_teacher: bool) -> float:
-    build = {"device": "meta", "vocab_size": given.vocabulary}
-    student = hf.student(given.student, mechanism, **build)
-    teacher = hf.student(given.teacher, "softmax", **build) if with_teacher and given.teacher else None
+    student = hf.student(given.student, mechanism, device="meta", **student_changes(given))
+    teacher = None
+    if with_teacher and given.teacher and Path(given.teacher).is_dir():
+        teacher = meta_teacher(given.teacher)
+    elif with_teacher and given.teacher:
+        teacher = hf.student(given.teacher, "softmax", device="meta", vocab_size=given.vocabulary)
     return training_flops_per_token(student, given.length, teacher)
 
 
@@ -115,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mechanisms", nargs="+", default=["softmax", "affine"])
     parser.add_argument("--student", default="llama-100m")
-    parser.add_argument("--teacher", default=None, help="a student's name for its shape; none: plain cross-entropy")
+    parser.add_argument("--layers", type=int, default=None, help="of the student; none: its own")
+    parser.add_argument("--teacher", default=None, help="a folder, or a student's name for its shape; none: no teacher")
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=32)
@@ -149,7 +170,8 @@ def describe(given: argparse.Namespace, seconds: dict[str, float]) -> list[str]:
         ]
         rows.append([name, f"{each * 1e3:.1f}", f"{tokens / each:,.0f}", f"{base / each:.3f}", *shares])
     return [
-        f"{given.student}, teacher {given.teacher or 'none'}, vocabulary {given.vocabulary:,}, {given.length} tokens, "
+        f"{given.student}{f' with {given.layers} layers' if given.layers else ''}, teacher {given.teacher or 'none'}, "
+        f"vocabulary {given.vocabulary:,}, {given.length} tokens, "
         f"{given.batch} sequences a step ({given.device_batch or given.batch} in a micro-batch), "
         f"{'compiled layers' if given.compile else 'eager'}, {given.rounds} runs of {given.steps} steps in turn.",
         "",

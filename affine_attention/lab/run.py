@@ -1,8 +1,12 @@
-"""Turns a run into a folder and back: its recipe, manifest, log, events, and the files of each stage."""
+"""Turns a run into a folder and back: its recipe, manifest, log, events, and the files of each stage.
+
+A run that is kept for later may hold any of these files compressed, under its name with .xz: it is read as it was.
+"""
 
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import platform
@@ -20,6 +24,7 @@ from ..version import __version__
 from .recipe import Recipe
 
 SCHEMA = 1
+COMPRESSED = ".xz"
 
 
 class RunFolder:
@@ -119,18 +124,34 @@ def write_json(path: Path, value: Any) -> None:
         beside.unlink(missing_ok=True)
 
 
+def is_there(path: Path) -> bool:
+    """True for a file of a run, plain or compressed."""
+    return path.is_file() or path.with_name(path.name + COMPRESSED).is_file()
+
+
+def read_bytes(path: Path) -> bytes:
+    """What is in a file of a run, plain or compressed."""
+    packed = path.with_name(path.name + COMPRESSED)
+    if path.is_file() or not packed.is_file():
+        return path.read_bytes()
+    try:
+        return lzma.decompress(packed.read_bytes())
+    except lzma.LZMAError as error:
+        raise ValueError(f"{packed} cannot be unpacked ({error}); was it cut off?") from error
+
+
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON (line {error.lineno}: {error.msg}); was it edited or cut off?") from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a jsonl file; a last line that is cut off is left out, a broken one before it is an error."""
-    if not path.is_file():
+    if not is_there(path):
         return
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path).split(b"\n")
     whole, tail = lines[:-1], lines[-1]
     for number, line in enumerate(whole, start=1):
         try:

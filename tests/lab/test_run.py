@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 
 import pytest
@@ -66,3 +67,17 @@ def test_the_machine_is_described():
     machine = describe_machine("cpu")
     assert torch.__version__.startswith(machine["versions"]["torch"].split("+")[0])
     assert machine["device"].startswith("cpu")
+
+
+def test_a_kept_run_may_be_compressed(tmp_path):
+    run = RunFolder(tmp_path)
+    lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in (1, 2, 3))
+    run.log_file.with_name("log.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    run.inspection_file.with_name("inspection.json.xz").write_bytes(lzma.compress(b'{"layers": 2}'))
+    assert [line["step"] for line in run.log()] == [1, 2, 3]
+    assert read_json(run.inspection_file) == {"layers": 2}
+    run.log_file.write_text('{"step": 9}\n')  # the plain file is the newer one
+    assert run.log() == [{"step": 9}]
+    run.inspection_file.with_name("inspection.json.xz").write_bytes(b"not compressed")
+    with pytest.raises(ValueError, match=r"inspection\.json\.xz cannot be unpacked"):
+        read_json(run.inspection_file)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..run import RunFolder, read_lines
+from ..run import RunFolder, is_there, read_lines
 
 FIRST_STEP, LAST_STEP = 0, 500
 THRESHOLDS = (6, 9)
@@ -82,7 +82,7 @@ def _norms(log: Any) -> tuple[dict[int, float | None], set[int]]:
     """(norm of each step, steps that were logged more than once: the last line holds)."""
     if isinstance(log, str | Path):
         path = RunFolder(log).log_file if Path(log).is_dir() else Path(log)
-        if not path.is_file():
+        if not is_there(path):
             raise FileNotFoundError(f"log must be a log.jsonl or the folder of a run, but there is no {path}")
         log = read_lines(path)
     norms: dict[int, float | None] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..run import RunFolder, open_run
+from ..run import RunFolder, is_there, open_run, read_bytes
 
 
 @dataclass
@@ -208,10 +208,10 @@ def last_number(log: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _table(run: Run, path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = json.loads(read_bytes(path).decode("utf-8", errors="replace"))
     except ValueError as error:
         run.note(f"{path.name} is not JSON ({error}) and was left out")
         return {}
@@ -223,10 +223,15 @@ def _table(run: Run, path: Path) -> dict[str, Any]:
 
 def _lines(run: Run, path: Path) -> list[dict[str, Any]]:
     """The objects of a jsonl file. A killed process leaves half a line at the end: a note, not an error."""
-    if not path.is_file():
+    if not is_there(path):
         return []
     found, broken = [], 0
-    for line in path.read_bytes().split(b"\n"):
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except ValueError as error:
+        run.note(str(error))
+        return []
+    for line in lines:
         if not line.strip():
             continue
         try:

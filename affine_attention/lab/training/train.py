@@ -311,11 +311,16 @@ def _compile_layers(*models: nn.Module | None) -> None:
             _compile_in_place(model)
 
 
+# Four projections read the normed input where plain attention has three. In backward their gradients are added up, and
+# inductor writes what reads more than four tensors to memory, in float32, to read it back in the norm's backward.
+COMPILE_OPTIONS = {"realize_reads_threshold": 8}
+
+
 def _compile_in_place(model: nn.Module) -> None:
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in kinds:
-            module.compile()
+            module.compile(options=COMPILE_OPTIONS)
 
 
 def _write_manifest(
