@@ -91,11 +91,16 @@ def _claim_table(claim: Claim, several: bool) -> Table:
         place = f" ({setting})" if setting else ""
         if names := dict.fromkeys(name for each in mine for name in each.absent):
             notes.append(f"No run at the same settings{place}: {', '.join(short(name, 60) for name in names)}.")
-        unread = dict.fromkeys(
-            f"{each.name}, {each.measure.label} ({each.reason})" for each in mine if not each.delta and not each.absent
-        )
-        if unread:
-            notes.append(f"No difference{place}: {'; '.join(short(name) for name in unread)}.")
+        unread: dict[tuple[str, str], list[str]] = {}
+        for each in mine:
+            if not each.delta and not each.absent:
+                unread.setdefault((each.name, each.reason), []).append(each.measure.label)
+        told = [
+            f"{name}{f', {labels[0]}' if len(labels) == 1 else ''} ({reason})"
+            for (name, reason), labels in unread.items()
+        ]
+        if told:
+            notes.append(f"No difference{place}: {'; '.join(short(name) for name in told)}.")
     return Table(claim.key, claim.title, f"{claim.sentence} ({claim.where})", columns, rows, notes)
 
 

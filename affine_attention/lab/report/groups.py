@@ -108,14 +108,14 @@ def baseline_of(group: Group, groups: list[Group]) -> Group | None:
 def _label(groups: list[Group], several_recipes: bool) -> None:
     """Names what differs between groups that share a recipe and a mechanism's name: `affine (learning_rate=0.002)`.
 
-    What a preset has anyway is not said: `affine` and `affine (activation=sigmoid)`.
+    What a preset has anyway, or most runs of the recipe have, is not said: `affine` and `affine (activation=sigmoid)`.
     """
     for group in groups:
         kin = [g for g in groups if (g.recipe_name, g.mechanism_name) == (group.recipe_name, group.mechanism_name)]
         tables = [_flat(g.runs[0]) for g in kin]
         mine = _flat(group.runs[0])
         keys = dict.fromkeys(key for table in tables for key in table)
-        usual = _preset(group.mechanism_name)
+        usual = _preset(group.mechanism_name) | _of_most_runs(group.recipe_name, groups)
         differing = [
             key
             for key in keys
@@ -127,6 +127,49 @@ def _label(groups: list[Group], several_recipes: bool) -> None:
     if several_recipes:
         for group in groups:
             group.label = f"{group.recipe_name}: {group.label}"
+
+
+def unsaid(groups: list[Group]) -> str:
+    """What labels leave out because most runs of a recipe have it, as a sentence; empty where nothing is left out."""
+    sentences = []
+    for recipe in dict.fromkeys(group.recipe_name for group in groups):
+        tables = [_flat(group.runs[0]) for group in groups if group.recipe_name == recipe]
+        usual = _of_most_runs(recipe, groups)
+        left_out = [
+            f"{key.removeprefix('mechanism.')}={_shown(value)}"
+            for key, value in usual.items()
+            if len({_frozen(table[key]) for table in tables if key in table}) > 1
+        ]
+        if left_out:
+            sentences.append(f"{recipe}: {', '.join(left_out)}")
+    return f"Where a name says nothing else, {'; '.join(sentences)}." if sentences else ""
+
+
+def _is_of_presets(key: str) -> bool:
+    """What makes a mechanism the one that it is; its name says it."""
+    return len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
+
+
+def _of_most_runs(recipe: str, groups: list[Group]) -> dict[str, Any]:
+    """The values that more than half of a recipe's runs have, of settings that no mechanism's name stands for."""
+    held: dict[str, dict[str, int]] = {}
+    values: dict[str, Any] = {}
+    for group in groups:
+        if group.recipe_name != recipe:
+            continue
+        for key, value in _flat(group.runs[0]).items():
+            if _is_of_presets(key):
+                continue
+            frozen = _frozen(value)
+            values[frozen] = value
+            counts = held.setdefault(key, {})
+            counts[frozen] = counts.get(frozen, 0) + len(group.runs)
+    found = {}
+    for key, counts in held.items():
+        most = max(counts, key=counts.__getitem__)
+        if 2 * counts[most] > sum(counts.values()):
+            found[key] = values[most]
+    return found
 
 
 def _paint(groups: list[Group]) -> None:

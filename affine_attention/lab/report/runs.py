@@ -9,7 +9,7 @@ from typing import Any
 
 from .cells import Cell, Row, Table, shown, text_cell
 from .collect import Run, last_number, number
-from .groups import Group
+from .groups import Group, unsaid
 from .measures import parameters, perplexity, speed
 from .page import details_html, escaped, list_html, rich, settings_html
 from .text import short
@@ -38,7 +38,8 @@ def runs_table(groups: list[Group]) -> Table:
     columns = ["Run", "Recipe", "Mechanism", "Seed", "Steps", "Tokens", "Epochs", "Parameters", "Tokens/s", "Time",
                "Status", "Measured"]  # fmt: skip
     titles = {"Tokens/s": "median over steps", "Time": "training time by the log", "Epochs": "times the training data"}
-    return Table("runs", "The runs", "Every folder of this report.", columns, rows, [], titles, "No runs.")
+    notes = [note] if (note := unsaid(groups)) else []
+    return Table("runs", "The runs", "Every folder of this report.", columns, rows, notes, titles, "No runs.")
 
 
 def perplexity_table(groups: list[Group]) -> Table:

@@ -13,7 +13,8 @@ from .collect import Run
 from .groups import Group
 from .text import short
 
-MOST_POINTS = 500
+MOST_POINTS = 500  # of a line
+FEWEST_POINTS, MOST_OF_A_VIEW = 150, 10_000  # where there are many lines, each has fewer: a page must open fast
 
 
 def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
@@ -103,19 +104,20 @@ def _lines(groups: list[Group], read: Read) -> list[Line]:
 def line_data(lines: list[Line]) -> list[dict[str, Any]]:
     """Lines for the page."""
     data = []
+    most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_OF_A_VIEW // max(len(lines), 1)))
     for line in lines:
-        points = thinned(line.x, line.y)
+        points = thinned(line.x, line.y, most)
         if line.thin:  # a faint line needs no band
             points = {"x": points["x"], "y": points["y"], "thin": True}
         data.append({"group": line.group, "name": short(line.name), **points})
     return data
 
 
-def thinned(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+def thinned(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> dict[str, Any]:
     """All points, or the mean, lowest and highest of equal parts, so that no spike is lost."""
-    if len(x) <= MOST_POINTS:
+    if len(x) <= most:
         return {"x": x.tolist(), "y": rounded(y)}
-    parts = np.array_split(np.arange(len(x)), MOST_POINTS)
+    parts = np.array_split(np.arange(len(x)), most)
     has = [part[np.isfinite(y[part])] for part in parts]
     return {
         "x": [round(float(x[part].mean())) for part in parts],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import paper_numbers
 from .cells import Cell, Row, Table, blank, estimate_cell, mark_best, shown, text_cell
-from .groups import Group, baseline_of
+from .groups import Group, baseline_of, unsaid
 from .measures import (
     EARLY,
     Measure,
@@ -79,7 +79,7 @@ def _quality_table(
         rows += [Row(row) for row in block]
         for result in _same_setting(mine, paper):
             rows.append(Row(_paper_cells(result, recipe, groups, measures), "paper"))
-    notes = [SEEDS_NOTE] if rows else []
+    notes = [SEEDS_NOTE, *([note] if (note := unsaid(groups)) else [])] if rows else []
     if any(not run.evaluation for group in groups for run in group.runs):
         notes.append("Perplexity and accuracies of runs that were not evaluated yet: `affine evaluate RUN`.")
     notes += uneven(groups)

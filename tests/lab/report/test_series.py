@@ -3,7 +3,7 @@ import pytest
 
 from affine_attention.lab.report.collect import load_run, load_runs
 from affine_attention.lab.report.groups import group_runs
-from affine_attention.lab.report.series import layer_lines, line_data, probe_lines, step_lines, thinned
+from affine_attention.lab.report.series import Line, layer_lines, line_data, probe_lines, step_lines, thinned
 
 from .folders import make_run
 
@@ -70,3 +70,10 @@ def test_a_series_without_a_number_is_no_line(tmp_path):
     folder = make_run(tmp_path / "a", steps=3)
     (folder / "log.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": NaN}\n')
     assert line_data(step_lines(group_runs([load_run(folder)]), "loss")) == []
+
+
+def test_many_lines_have_fewer_points_each():
+    steps = np.arange(1, 2001)
+    few, many = ([Line(0, str(n), steps, np.ones(2000)) for n in range(count)] for count in (2, 100))
+    assert {len(line["x"]) for line in line_data(few)} == {500}
+    assert {len(line["x"]) for line in line_data(many)} == {150}
