@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -21,6 +22,8 @@ from ..lab.training.guard import SIGNALS
 from .live import LiveTable
 from .plan import Job
 
+AGAIN = 3.0  # seconds after which a second signal is meant: some tools send one to a process and to its group
+STOPPED = {128 + number for number in SIGNALS}  # exit codes of a process that was asked to stop, and did
 Work = Callable[[Job, Any], None]  # what is done for one job; the second argument is told of it, as a LiveTable is
 
 
@@ -64,10 +67,14 @@ def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: Live
     every process: each finishes its step, saves it and stops.
     """
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    waiting, workers, caught = deque(jobs), list[_Worker](), list[int]()
+    waiting, workers = deque(jobs), list[_Worker]()
+    caught: dict[float, int] = {}  # when, and which signal
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        caught.append(signum)
+        now = time.monotonic()
+        if caught and now - max(caught) < AGAIN:
+            return
+        caught[now] = signum
         waiting.clear()
         for worker in workers:
             if worker.process.is_alive():
@@ -86,7 +93,7 @@ def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: Live
                 worker.process.terminate()
             worker.process.join()
     if caught:
-        raise SystemExit(128 + caught[0])
+        raise SystemExit(128 + next(iter(caught.values())))
     if failures:
         raise ValueError(failures[0])
 
@@ -110,8 +117,11 @@ def _follow(workers: list[_Worker], waiting: deque[Job], table: LiveTable) -> li
             except (EOFError, OSError):
                 del listening[worker.pipe]
                 worker.process.join()
-                if worker.process.exitcode:
-                    fail(worker, f"its process ended with exit code {worker.process.exitcode} and no word")
+                code = worker.process.exitcode
+                if code in STOPPED and worker.job is not None:
+                    table.finish(worker.job.name, stage="stopped")
+                elif code:
+                    fail(worker, f"its process ended with exit code {code} and no word")
                 continue
             if kind == "fails":
                 fail(worker, *given)
