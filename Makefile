@@ -4,10 +4,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study test test-all lint accuracy benchmark crash sanitize wheel clean
+.PHONY: study study-report test test-all lint accuracy benchmark crash sanitize wheel clean
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
+
+# The page and the tables of docs/study.md, from the stored runs.
+study-report: $(READY)
+	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study.html --markdown docs/study.md
 
 test: lint
 	$(RUN) -m pytest
@@ -32,9 +36,7 @@ crash: $(READY)
 
 # Needs a CUDA GPU and NVIDIA's compute-sanitizer.
 sanitize: $(READY)
-	for tool in memcheck racecheck initcheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(RUN) -m tests.ops.fused.sanitize || exit 1; done
+	$(RUN) -m tests.ops.fused.sanitize --tools memcheck racecheck initcheck
 
 wheel: $(READY)
 	$(RUN) -m build --wheel --no-isolation

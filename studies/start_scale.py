@@ -4,8 +4,8 @@
 
 alpha and the gates are about one half before the first step, so attention's part of the residual stream starts at half
 its size. Here softmax students start with the weights of attention's output projection times 1, 1/2, 1/4 and 0, and
-nothing else changed; the gated mechanisms stand beside them. `tiny_cpu`, plain cross-entropy on the text that ships
-with the package: about half a minute a student on two cores. Prints the table of docs/study.md.
+nothing else changed; the gated mechanisms stand beside them. `tiny_cpu` for 150 steps, plain cross-entropy on the text
+that ships with the package: about half a minute a student on two cores. Prints the table of docs/study.md.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from affine_attention.recipes import recipe
 FACTORS = (1.0, 0.5, 0.25, 0.0)
 MECHANISMS = ("affine_no_bias", "affine", "head_gated", "gated")
 EARLY = (50, 100)  # steps
+LENGTH = {"teacher": None, "steps": 150, "decay_steps": 30, "save_every": 0, "probe_every": 0}
 
 
 def scaled_softmax(out: Path, factor: float, seed: int) -> Path:
     """A softmax student whose attention starts weaker."""
-    settings = {"teacher": None, "seed": seed, "data_seed": seed}
-    chosen = recipe("tiny_cpu", "softmax", settings)
+    chosen = recipe("tiny_cpu", "softmax", LENGTH | {"seed": seed, "data_seed": seed})
     folder = out / f"start-{factor:g}-seed{seed}"
     if not folder.exists():
         student = build_student(chosen)
@@ -42,8 +42,8 @@ def scaled_softmax(out: Path, factor: float, seed: int) -> Path:
 
 
 def mechanism_run(out: Path, mechanism: str, seed: int) -> Path:
-    settings = {"teacher": None, "seed": seed, "data_seed": seed}
-    return train(recipe("tiny_cpu", mechanism, settings), out / f"{mechanism}-seed{seed}", quiet=True, device="cpu")
+    chosen = recipe("tiny_cpu", mechanism, LENGTH | {"seed": seed, "data_seed": seed})
+    return train(chosen, out / f"{mechanism}-seed{seed}", quiet=True, device="cpu")
 
 
 def measures(folder: Path) -> tuple[float, float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -108,3 +111,31 @@ def test_students_side_by_side_are_those_one_after_the_other(tmp_path):
 def test_less_than_one_at_a_time_is_refused(tmp_path):
     with pytest.raises(ValueError, match="parallel must be at least 1, got 0"):
         run_study(Plan(), tmp_path, parallel=0)
+
+
+@pytest.mark.slow
+def test_a_signal_saves_every_student_and_the_same_command_goes_on(tmp_path):
+    text = tmp_path / "stories.txt"
+    text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))
+    command = [
+        *(sys.executable, "-m", "affine_attention", "study", "--mechanisms", "softmax,affine", "--parallel", "2"),
+        *("--teacher", "none", "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")),
+        *("--set", "heldout=0.2", "--set", "steps=60", "--set", "warmup_steps=2", "--set", "decay_steps=2"),
+        *("--set", "vocabulary_size=512", "--set", 'student_changes={"vocab_size": 512}', "--set", "save_every=0"),
+    ]
+    logs = [tmp_path / f"out/{mechanism}-seed0/log.jsonl" for mechanism in ("softmax", "affine")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not all(log.is_file() and log.read_text().count("\n") >= 3 for log in logs):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.terminate()
+    process.terminate()  # as `timeout` and some schedulers do
+    words = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the same command goes on from here" in words
+    for log in logs:
+        events = [json.loads(line) for line in log.with_name("events.jsonl").read_text().splitlines()]
+        assert [event["event"] for event in events] == ["start", "save", "stop"]
+    subprocess.run(command, check=True, capture_output=True)
+    for log in logs:
+        assert [line["step"] for line in RunFolder(log.parent).log()] == list(range(1, 61))

@@ -18,6 +18,8 @@ from .plots import figures
 from .runs import details_of_runs, made_table, missing_html, perplexity_table, runs_table
 from .text import short, visible
 
+CROWD = 10  # groups that one chart can show
+
 __all__ = ["Run", "load_run", "load_runs", "report"]
 
 
@@ -83,21 +85,35 @@ def render(runs: list[Run], title: str | None = None) -> str:
         ("paper", "The paper’s own numbers", _paper_lead(groups) + papers),
     ]  # fmt: skip
     heading = title or "Affine-Scaled Attention: " + ", ".join(dict.fromkeys(g.recipe_name for g in groups))
+    aside = _aside(groups)
     data: dict[str, Any] = {
-        "groups": [_group_data(group) for group in groups],
+        "groups": [_group_data(group, group in aside) for group in groups],
         "figures": [figure for figure in drawn.values() if not figure.get("missing")],
         "maps": maps,
     }
     return page(short(heading), _lead(groups), sections, data)
 
 
-def _group_data(group: Group) -> dict[str, Any]:
+def _aside(groups: list[Group]) -> list[Group]:
+    """Where many lines would hide each other: variants and the recipes of fewer runs, which wait in the legend."""
+    if len(groups) <= CROWD:
+        return []
+    runs: dict[str, int] = {}
+    for group in groups:
+        runs[group.recipe_name] = runs.get(group.recipe_name, 0) + len(group.runs)
+    main = max(runs, key=runs.__getitem__)
+    aside = [group for group in groups if group.variant or group.recipe_name != main]
+    return aside if len(aside) < len(groups) else []
+
+
+def _group_data(group: Group, aside: bool) -> dict[str, Any]:
     return {
         "label": short(group.label),
         "light": group.colour[0],
         "dark": group.colour[1],
         "dash": group.dash,
         "seeds": len(group.runs),
+        "aside": aside,
     }
 
 

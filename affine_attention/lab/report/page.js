@@ -5,7 +5,8 @@ const CHARTS = { line: lineChart, forest: forestChart, histogram: histogramChart
 function mountFigure(node) {
   const figure = DATA.figures.find((entry) => entry.key === node.dataset.figure);
   const plot = node.querySelector(".plot");
-  const state = { view: 0, hidden: new Set(), smoothing: figure.smoothing || 0, log: Boolean(figure.logged), zoom: null, at: -1 };
+  const aside = DATA.groups.flatMap((group, k) => (group.aside ? [`g${k}`] : []));
+  const state = { view: 0, hidden: new Set(aside), smoothing: figure.smoothing || 0, log: Boolean(figure.logged), zoom: null, at: -1 };
   const stage = element("div", { class: "stage", tabindex: 0, role: "group", "aria-label": `${figure.title}; arrow keys read values` });
   const controls = element("div", { class: "controls" });
   const legend = element("div", { class: "legend", role: "group", "aria-label": "Show or hide" });
@@ -74,6 +75,7 @@ function mountFigure(node) {
       });
       return entry;
     }));
+    if (aside.length) legend.append(element("span", { class: "hint", text: "Names struck out are not drawn; press one to add it." }));
     legend.hidden = figure.kind !== "line" || entries().length < 2;
   }
   function withLegend(root, figure) {

@@ -1,15 +1,22 @@
 """Runs the fused kernels over many small cases, forward and backward, under NVIDIA's compute-sanitizer.
 
-    make sanitize        # memcheck, racecheck and initcheck, one after the other; needs a GPU and compute-sanitizer
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.ops.fused.sanitize --part 0/4
+    make sanitize        # = --tools memcheck racecheck initcheck; needs a GPU and compute-sanitizer
+    python -m tests.ops.fused.sanitize --tools initcheck --processes 13
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end or of memory
-that nothing wrote is seen. Prints the number of cases; --check compares the results, without a sanitizer.
+that nothing wrote is seen. Prints the number of cases and, for each tool, what it reported. racecheck and initcheck
+also report accesses inside cuDNN's own kernels: only a report in another kernel is a failure. --check compares the
+results, without a sanitizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -62,12 +69,54 @@ def show_results_of_cudnn() -> None:
         setattr(cudnn, name, lambda *args, inner=inner: tuple(x.clone() for x in inner(*args)))
 
 
+def reported_kernels(output: str) -> Counter[str]:
+    """How often a sanitizer's output names each kernel."""
+    found: Counter[str] = Counter()
+    for line in output.splitlines():
+        if line.startswith("=========") and (place := re.search(r"\bat (?!0x)(.+?)(\+0x[0-9a-f]+.*)?$", line)):
+            found[place[1].strip()] += 1
+    return found
+
+
+def is_cudnns(kernel: str) -> bool:
+    return "cudnn" in kernel
+
+
+def sanitize(tool: str, processes: int) -> bool:
+    """Runs the cases under one tool, in several processes; True when nothing is reported outside of cuDNN."""
+    command = ["compute-sanitizer", "--tool", tool, "--show-backtrace", "no", "--print-limit", "1000000"]
+    command += [sys.executable, "-W", "ignore", "-m", "tests.ops.fused.sanitize"]
+    command += ["--initcheck"] if tool == "initcheck" else []
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    running = [
+        subprocess.Popen([*command, "--part", f"{part}/{processes}"], env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for part in range(processes)
+    ]  # fmt: skip
+    outputs = [process.communicate()[0] for process in running]
+    kernels = sum((reported_kernels(output) for output in outputs), Counter[str]())
+    ran = sum(int(cases[1]) for output in outputs if (cases := re.search(r"(\d+) cases ran", output)))
+    ours = {kernel: count for kernel, count in kernels.items() if not is_cudnns(kernel)}
+    print(f"{tool}: {ran} cases, {kernels.total()} reports, {sum(ours.values())} outside of cuDNN's kernels")
+    for kernel, count in ours.items():
+        print(f"  {count} x {kernel[:150]}")
+    died = [part for part, output in enumerate(outputs) if "cases ran" not in output]
+    for part in died:
+        print(f"  part {part} did not come to its end:\n{outputs[part][-2000:]}")
+    return not ours and not died
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", metavar="TOOL", help="run under these tools of compute-sanitizer")
+    parser.add_argument("--processes", type=int, default=8, help="that share the cases of --tools")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th case, from the I-th on")
     parser.add_argument("--initcheck", action="store_true", help="copy what cuDNN returns, see the function")
     parser.add_argument("--check", action="store_true", help="fail when a result is wrong")
     options = parser.parse_args()
+    if options.tools:
+        clean = [sanitize(tool, options.processes) for tool in options.tools]
+        sys.exit(not all(clean))
     if options.initcheck:
         show_results_of_cudnn()
     first, step = map(int, options.part.split("/"))
