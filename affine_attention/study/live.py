@@ -32,14 +32,14 @@ class Row:
 class LiveTable:
     """A context that is told what happens by `start`, `step`, `finish`; plain lines without a terminal."""
 
-    def __init__(self, runs: Sequence[tuple[str, int]], quiet: bool | None = None) -> None:
+    def __init__(self, runs: Sequence[tuple[str, int]], quiet: bool | None = None, parallel: int = 1) -> None:
         self.console = Console(file=sys.stderr)
         self.rows = {name: Row(name, steps) for name, steps in runs}
-        self.quiet = bool(quiet)
+        self.quiet, self.parallel = bool(quiet), parallel
         self.live: Live | None = None
         self._spent: dict[str, float] = {}  # seconds of steps that were made now, not in an earlier call
         self._made: dict[str, int] = {}
-        self._began = time.monotonic()
+        self._began: dict[str, float] = {}
 
     def __enter__(self) -> LiveTable:
         if not self.quiet and self.console.is_terminal:
@@ -54,7 +54,7 @@ class LiveTable:
     def start(self, name: str, stage: str) -> None:
         """A stage of a run begins: `trains`, `evaluates`, `inspects`."""
         self.rows[name].stage = stage
-        self._began = time.monotonic()
+        self._began[name] = time.monotonic()
         self._say(f"{name}: {stage}")
 
     def step(self, name: str, record: dict[str, Any]) -> None:
@@ -64,7 +64,10 @@ class LiveTable:
         row.step, row.loss = record["step"], record.get("loss")
         row.tokens_per_second = record.get("tokens_per_second")
         self._made[name] = self._made.get(name, 0) + (0 if first else 1)
-        row.seconds = self._spent[name] = time.monotonic() - self._began
+        now = time.monotonic()
+        if first:  # what came before its first step is no pace: data, a teacher, compilation
+            self._began[name] = now
+        row.seconds = self._spent[name] = now - self._began[name]
         if self.live is None and row.step % max(1, row.steps // 5) == 0 and row.loss is not None:
             self._say(f"{name}: step {row.step} of {row.steps}, loss {row.loss:.4f}{self._left_text()}")
 
@@ -84,7 +87,8 @@ class LiveTable:
         if made < 2:
             return None
         pace = sum(self._spent[name] for name in self._made) / made
-        return pace * sum(row.steps - row.step for row in self.rows.values())
+        left = [row.steps - row.step for row in self.rows.values() if row.stage not in ("failed", "stopped")]
+        return pace * sum(left) / max(1, min(self.parallel, sum(steps > 0 for steps in left)))
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False, header_style="bold")

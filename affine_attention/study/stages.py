@@ -51,7 +51,7 @@ def run_study(
     check_space(jobs, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
     work = StudentWork(plan, out, device, keep_weights)
-    with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet) as table:
+    with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
         if teacher is not None:
             _train(jobs.pop(0), out, table, device)
             table.finish("teacher")

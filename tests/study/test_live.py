@@ -54,3 +54,21 @@ def test_a_resumed_run_does_not_count_the_steps_of_before():
     table.step("a", {"step": 52, "loss": 1.0})
     table.step("a", {"step": 53, "loss": 1.0})
     assert table.seconds_left() < 60
+
+
+def test_runs_side_by_side_have_their_own_clocks(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("affine_attention.study.live.time.monotonic", lambda: clock[0])
+    tables = [LiveTable([("a", 11), ("b", 11), ("c", 10)], quiet=True, parallel=count) for count in (1, 2)]
+    for table in tables:
+        table.start("a", "trains")
+        clock[0] += 50.0  # the data is prepared, a teacher is run: no step was made
+        table.start("b", "trains")
+        for step in range(1, 7):
+            clock[0] += 2.0
+            table.step("a", {"step": step, "loss": 1.0})
+            table.step("b", {"step": step, "loss": 1.0})
+    # 20 steps are left at 2 s each.
+    assert tables[0].seconds_left() == 40.0
+    assert tables[1].seconds_left() == 20.0
+    assert tables[1].rows["a"].seconds == 10.0
