@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -80,7 +81,9 @@ def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: Live
             if worker.process.is_alive():
                 os.kill(worker.process.pid, signum)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    # Python has handlers in the main thread only; elsewhere a signal does what it always does.
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS} if in_main else {}
     try:
         count = min(processes, len(jobs))
         workers += [_Worker(context, work, number, count) for number in range(count)]

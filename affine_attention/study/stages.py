@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,12 @@ def run_study(
 
     if parallel < 1:
         raise ValueError(f"parallel must be at least 1, got {parallel}")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if parallel > 1 and ranks > 1:
+        raise ValueError(
+            f"parallel={parallel} starts processes of its own, but this is one of {ranks} ranks of torchrun; take one "
+            "of the two: many students at a time, or many devices for each"
+        )
     out = Path(out)
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)

@@ -113,6 +113,13 @@ def test_less_than_one_at_a_time_is_refused(tmp_path):
         run_study(Plan(), tmp_path, parallel=0)
 
 
+def test_ranks_of_torchrun_do_not_start_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="parallel=2 starts processes of its own, but this is one of 4 ranks"):
+        run_study(Plan(), tmp_path, parallel=2)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_a_signal_saves_every_student_and_the_same_command_goes_on(tmp_path):
     text = tmp_path / "stories.txt"
