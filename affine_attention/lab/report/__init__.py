@@ -18,9 +18,9 @@ from .plots import figures
 from .runs import details_of_runs, made_table, missing_html, perplexity_table, runs_table
 from .text import short, visible
 
-CROWD = 10  # groups that one chart can show
-
 __all__ = ["Run", "load_run", "load_runs", "report"]
+
+CROWD = 10  # groups that one chart can show
 
 
 def report(

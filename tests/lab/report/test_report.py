@@ -176,3 +176,19 @@ def test_an_old_report_is_replaced_whole(tmp_path):
     report(run, path, title="Second & <last>")
     assert "<title>Second &amp; &lt;last&gt;</title>" in path.read_text()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r.html", "run"]
+
+
+def test_where_many_lines_meet_variants_wait_in_the_legend(tmp_path):
+    def asides(rates):
+        runs = [make_run(tmp_path / f"{rates}-{n}", "affine", steps=2, learning_rate=1e-4 * n) for n in range(1, rates)]
+        for seed in range(12):
+            runs += [make_run(tmp_path / f"{rates}-{m}-{seed}", m, steps=2, seed=seed) for m in ("softmax", "affine")]
+        page = Page(report(runs, tmp_path / f"{rates}.html").read_text())
+        return {group["label"]: group["aside"] for group in page.data["groups"]}
+
+    assert not any(asides(3).values())
+    crowded = asides(10)
+    assert not crowded["softmax"]
+    assert not crowded["affine"]
+    assert crowded["affine (learning_rate=0.0009)"]
+    assert sum(crowded.values()) == len(crowded) - 2
