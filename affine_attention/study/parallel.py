@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..lab.training.guard import SIGNALS
 from .live import LiveTable
 from .plan import Job
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # those at which a run saves its step and stops
 AGAIN = 3.0  # seconds after which a second signal is meant: some tools send one to a process and to its group
 STOPPED = {128 + number for number in SIGNALS}  # exit codes of a process that was asked to stop, and did
 Work = Callable[[Job, Any], None]  # what is done for one job; the second argument is told of it, as a LiveTable is

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers.utils.logging import disable_progress_bar
-
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder, read_json, write_json
 from .live import LiveTable
@@ -81,7 +79,9 @@ class StudentWork:
     cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, made once for all
 
     def __call__(self, job: Job, table: Table) -> None:
-        disable_progress_bar()  # of transformers, for each of the models that it loads
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # transformers has one for each of the models that it loads
         run = RunFolder(self.out / job.name)
         if not is_done(run):
             _train(job, self.out, table, self.device)

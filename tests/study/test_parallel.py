@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,26 +19,10 @@ from affine_attention.study import Job, Plan, run_study
 from affine_attention.study.live import LiveTable
 from affine_attention.study.parallel import run_in_parallel
 from tests.lab.training.runs import log_without_timing
+from tests.study.notes import Note
 from tests.study.test_stages import SETTINGS
 
 JOBS = [Job(f"job{number}", Recipe(seed=number)) for number in range(5)]
-
-
-class Note:
-    """Work that leaves a file; picklable, as work must be."""
-
-    def __init__(self, folder: Path, fails: str = "", dies: str = "", seconds: float = 0.0) -> None:
-        self.folder, self.fails, self.dies, self.seconds = folder, fails, dies, seconds
-
-    def __call__(self, job, table):
-        table.start(job.name, "works")
-        if job.name == self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if job.name == self.fails:
-            raise ValueError("the sky is falling")
-        time.sleep(self.seconds)
-        (self.folder / job.name).write_text(str(os.getpid()))
-        table.finish(job.name, perplexity=float(job.recipe.seed))
 
 
 def table():
