@@ -110,13 +110,17 @@ def open_run(path: Path | str) -> RunFolder:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes beside and renames: a reader sees the old file or the new one. Numbers that JSON lacks become null."""
+    """Numbers that JSON lacks become null."""
+    write_text(path, json.dumps(plain_numbers(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes beside and renames: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "w", encoding="utf-8") as file:
-            json.dump(plain_numbers(value), file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..run import write_text
 from . import tables
 from .claim_tables import claims_html
 from .collect import Run, load_run, load_runs
@@ -48,13 +48,7 @@ def report(
     written = render(runs, title)
     if markdown is not None:  # first, since it may refuse a file with words of its own
         write_markdown(group_runs(runs), Path(markdown))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    beside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(written, encoding="utf-8")
-        os.replace(beside, output)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(output, written)
     return output
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..run import write_text
 from . import tables
 from .cells import Cell, Row, Table
 from .claim_tables import claim_tables
@@ -47,13 +47,7 @@ def write_markdown(groups: list[Group], path: Path) -> Path:
         written = before[: before.index(BEGIN)] + text + before[before.index(END) + len(END) :]
     else:
         written = text + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(written, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(path, written)
     return path
 
 

@@ -53,7 +53,6 @@ CASES = {
     "everything": ((2, 2, 1, 70, 75, 16), {"window": 30, "segments": "sorted", "padding": "holes"}, "absg"),
     "one query": ((1, 2, 1, 1, 40, 3), {"is_causal": True}, "absg"),
     "one key": ((1, 2, 1, 40, 1, 5), {"is_causal": True}, "absg"),
-    # No sink: with one, the gradient is the small difference of two rounded numbers, and of one number only.
     "one of each": ((1, 1, 1, 1, 1, 1), {"is_causal": True}, "abg"),
     "no queries": ((1, 2, 1, 0, 3, 4), {"is_causal": True}, "absg"),
     "no keys": ((1, 2, 1, 3, 0, 4), {"is_causal": True}, "absg"),
@@ -158,6 +157,35 @@ def test_output_and_every_gradient(case: str, dtype: torch.dtype) -> None:
     assert why_not(**inputs, visibility=visibility) is None
     few = inputs["query"].numel() == 1
     check(inputs, visibility, others=[make_inputs(shape, parts, dtype, seed) for seed in range(1, 16 if few else 1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_query_one_key_and_a_sink(dtype: torch.dtype) -> None:
+    """The logit's gradient is P dP - P delta, two numbers of the dtype that nearly cancel: their rounding is the unit.
+
+    The plain formulas round elsewhere (some of them P, some O), and with one number in each tensor theirs is no unit.
+    """
+    shape, scale = (1, 1, 1, 1, 1, 1), 0.3
+    visibility = make_visibility(shape, {"is_causal": True})
+    grad_out = torch.ones((*shape[:2], 1, 1), device=DEVICE, dtype=dtype)
+    errors: dict[str, list[float]] = defaultdict(list)
+    units: dict[str, list[float]] = defaultdict(list)
+    for seed in range(16):
+        inputs = make_inputs(shape, "absg", dtype, seed)
+        exact = run(reference_attention, inputs, visibility, grad_out, dtype=torch.float64, softmax_scale=scale)
+        found = run(flash_attention, inputs, visibility, grad_out, softmax_scale=scale)
+        q, k, v, alpha, _, sink, gate = (float(x) for x in inputs.values())
+        weight = 1 / (1 + math.exp(sink - scale * q * k))
+        term = abs(weight * alpha * gate * v * scale)
+        for name, other in (("query", k), ("key", q)):
+            errors[name].append(float(found[name].double() - exact[name]))
+            units[name].append(math.sqrt(2) * torch.finfo(dtype).eps / 2 * term * abs(other))
+        for name in ("out", "value", "alpha", "beta", "sink", "gate"):
+            errors[name].append(float(found[name].double() - exact[name]))
+            units[name].append(torch.finfo(dtype).eps * (abs(float(exact[name])) + weight * abs(v)))
+    for name in errors:
+        ratio = math.hypot(*errors[name]) / math.hypot(*units[name])
+        assert ratio <= MAX_ERROR_RATIO, f"{name}: error ratio {ratio:.2f}"
 
 
 @pytest.mark.parametrize("layout", ["heads last", "packed", "last dim strided", "odd offset", "expanded heads"])
