@@ -78,6 +78,8 @@ def main() -> None:
         early, held = estimate([e for e, _ in found.values()]), estimate([h for _, h in found.values()])
         gap = "" if name == "softmax" else shown(difference({seed: h for seed, (_, h) in found.items()}, base))
         print(f"| {name} | {shown(early)} | {shown(held)} | {gap} |")
+    held = {name: {seed: h for seed, (_, h) in found.items()} for name, found in results.items()}
+    print(f"\naffine - affine_no_bias: {shown(difference(held['affine'], held['affine_no_bias']))}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ STUDENTS = {
             "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
 TEXTS = ("wikipedia2006", "openstax", "elife", "novels")
-TASKS = ("lambada_openai", "piqa", "hellaswag", "arc_easy")  # the four that such small models are above chance in
+TASKS = ("lambada_openai", "piqa", "hellaswag", "arc_easy")  # those in which the teacher is well above chance
 
 
 def command(given: argparse.Namespace, student: str, mechanisms: list[str], seeds: list[int], more: dict) -> list[str]:

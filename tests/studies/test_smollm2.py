@@ -12,6 +12,7 @@ import pytest
 from affine_attention import cli
 from affine_attention.lab.report import report
 from affine_attention.lab.run import RunFolder
+from studies.smollm2 import details
 from studies.smollm2 import run as study
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,6 +26,12 @@ def test_the_tables_of_the_docs_are_made_of_the_stored_runs(tmp_path, monkeypatc
     begin, end = "<!-- report:begin -->", "<!-- report:end -->"
     inside = kept[kept.index(begin) : kept.index(end) + len(end)]
     assert inside == (tmp_path / "tables.md").read_text(encoding="utf-8").strip(), "run `make study-report`"
+
+
+def test_the_other_numbers_of_the_docs_are_those_of_the_stored_runs():
+    kept = (ROOT / "docs/study.md").read_text(encoding="utf-8").splitlines()
+    for line in (line for table in details.tables() for line in table):
+        assert line in kept, "run `python -m studies.smollm2.details`"
 
 
 def test_seven_mechanisms_have_three_whole_seeds_at_equal_steps():
