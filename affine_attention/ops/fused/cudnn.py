@@ -11,16 +11,17 @@ is registered with torch.library, so that compiled graphs hold it in one piece.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sdpa import CpuFlash, CudnnAttention
 from ..visibility import Visibility
-from . import on_device
+from . import on_device, sum_table
 from .alone import forward_alone, forwards_alone
-from .cudnn_kernels import add_later_kernel, block_sums_kernel, epilogue_kernel, prologue_kernel, scan_kernel
+from .cudnn_kernels import add_later_kernel, epilogue_kernel, prologue_kernel
+from .relaunch import relaunch
 from .side import Side
+from .sum_table import block_of, padded, warps_of
 
 aten = torch.ops.aten
 NO_STRIDES = (0, 0, 0)
@@ -28,12 +29,10 @@ CUDNN = CudnnAttention("cudnn")
 # The interpreter has no CUDA: there the CPU kernel stands in cuDNN's place, so that the whole route can be tested.
 STAND_IN = CpuFlash("cpu_flash")
 
-# Measured on an H200. The passes are bound by memory: small tiles and few warps leave room for many programs at once,
-# and each thread has several 16-byte loads under way.
-TILE = 2048  # elements
-ELEMENTS, SUM_ELEMENTS = 32, 64  # of a tile, to a thread; the block sums keep no tile in registers
+ELEMENTS = 32  # of a tile, to a thread; measured on an H200: several 16-byte loads under way
 # The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
 PAUSE, BYTES_A_CYCLE = 10_000, 500
+LARGE = 2**23  # elements of query from which a second stream is worth the host's time for it
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
 
 
@@ -130,31 +129,41 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, O, lse, table of sums); empty: O where out itself is O, the table without beta, both without `keeps`."""
     num_queries, dim = query.shape[2:]
-    heads, groups, block = query.shape[1], key.shape[1], _block(dim)
+    heads, groups, block = query.shape[1], key.shape[1], block_of(dim)
     if alpha is None and beta is None and sink is None and gate is None:
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
     shift = keeps and _shifts(alpha, gate, nonnegative_alpha)
-    if forwards_alone(query, key, alpha, beta, gate, is_causal, softmax_scale, keeps):
-        out, lse = forward_alone(query, key, value, alpha, sink, gate, softmax_scale)
-        return out, out.new_empty(0), lse, lse.new_empty(0)
-    table = torch.empty(0 if beta is None else _table_shape(value), dtype=torch.float32, device=query.device)
-    side = Side(query.device)
+    table = torch.empty(0 if beta is None else sum_table.table_shape(value), dtype=torch.float32, device=query.device)
+    if forwards_alone(query, key, is_causal, softmax_scale):
+        out, core, lse = forward_alone(
+            query, key, value, alpha, beta, sink, gate, softmax_scale,
+            table=table, keeps=keeps, shift=shift,
+        )  # fmt: skip
+        return out, core, lse, table if keeps else table.new_empty(0)
+    side = Side(query.device, query.numel() >= LARGE)
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if beta is not None:
-        side.run(lambda: _fill_sum_table(table, value))
+        side.run(lambda: sum_table.fill(table, value))
     side.join()
     only_core = alpha is None and beta is None and gate is None
     out = core if only_core or not keeps else torch.empty_like(core)
     # The heads of a group share their sum of V; without beta there is none to share.
     together = 1 if beta is None else heads // groups
-    blocks = triton.cdiv(num_queries, block)
-    epilogue_kernel[(query.shape[0] * heads // together * blocks,)](
-        core, lse, core if only_core or keeps else None, None if only_core else out,
-        value, table, alpha, beta, sink, gate,
-        *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3], *_strides(alpha), *_strides(beta), *_strides(gate),
-        num_queries, blocks, triton.cdiv(key.shape[2], block), heads, heads // groups,
-        together, shift, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+    blocks = -(-num_queries // block)
+    relaunch(
+        epilogue_kernel, (query.shape[0] * heads // together * blocks,),
+        (
+            core, lse, core if only_core or keeps else None, None if only_core else out,
+            value, table, alpha, beta, sink, gate,
+        ),
+        (
+            *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
+            *_strides(alpha), *_strides(beta), *_strides(gate),
+            num_queries, blocks, -(-key.shape[2] // block), heads, heads // groups,
+            together, shift, is_causal, dim, block, padded(dim),
+        ),
+        num_warps=warps_of(dim, ELEMENTS),
     )  # fmt: skip
     if not keeps:
         table = table.new_empty(0)
@@ -165,7 +174,7 @@ def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if not keeps or (alpha is None and beta is None and gate is None):
         return core, core.new_empty(0), lse, lse.new_empty(0)
-    return torch.empty_like(core), core, lse, lse.new_empty(0 if beta is None else _table_shape(value))
+    return torch.empty_like(core), core, lse, lse.new_empty(0 if beta is None else sum_table.table_shape(value))
 
 
 @on_device
@@ -191,8 +200,8 @@ def _backward(
     """
     batch, heads, num_queries, dim = query.shape
     groups, num_keys = key.shape[1:3]
-    repeats, block = heads // groups, _block(dim)
-    blocks, key_blocks = triton.cdiv(num_queries, block), triton.cdiv(num_keys, block)
+    repeats, block = heads // groups, block_of(dim)
+    blocks, key_blocks = -(-num_queries // block), -(-num_keys // block)
     grad_out = _packed_rows(grad_out)
     shift = _shifts(alpha, gate, nonnegative_alpha)
     grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
@@ -209,19 +218,24 @@ def _backward(
             weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
 
     def run_prologue() -> None:
-        prologue_kernel[(batch * groups * blocks,)](
-            grad_out, core, lse, value, table, alpha, beta, sink, gate,
-            grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
-            None if gate is None else grad_gate, parts, weighted, weighted_table,
-            *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
-            *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
-            num_queries, blocks, key_blocks, heads,
-            repeats, shift, is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+        relaunch(
+            prologue_kernel, (batch * groups * blocks,),
+            (
+                grad_out, core, lse, value, table, alpha, beta, sink, gate,
+                grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
+                None if gate is None else grad_gate, parts, weighted, weighted_table,
+            ),
+            (
+                *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
+                *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
+                num_queries, blocks, key_blocks, heads, repeats, shift, is_causal, dim, block, padded(dim),
+            ),
+            num_warps=warps_of(dim, ELEMENTS),
         )  # fmt: skip
         if weighted_table is not None:
-            _scan(weighted_table)
+            sum_table.scan(weighted_table)
 
-    side = Side(query.device)
+    side = Side(query.device, query.numel() >= LARGE)
     if grad_core is not None:
         run_prologue()  # cuDNN waits for what it writes
     grad_query, grad_key, grad_value = _attend_backward(
@@ -236,11 +250,14 @@ def _backward(
         direct = weighted is None
         source = grad_out if weighted is None else weighted
         gated = gate if direct else None
-        add_later_kernel[(batch * groups * key_blocks,)](
-            grad_value, source, beta if direct else None, gated, weighted_table,
-            *grad_value.stride()[:3], *source.stride()[:3], *_strides(beta), *_strides(gated),
-            num_keys, key_blocks, blocks, groups,
-            is_causal, dim, block, _padded(dim), num_warps=_warps(dim, ELEMENTS),
+        relaunch(
+            add_later_kernel, (batch * groups * key_blocks,),
+            (grad_value, source, beta if direct else None, gated, weighted_table),
+            (
+                *grad_value.stride()[:3], *source.stride()[:3], *_strides(beta), *_strides(gated),
+                num_keys, key_blocks, blocks, groups, is_causal, dim, block, padded(dim),
+            ),
+            num_warps=warps_of(dim, ELEMENTS),
         )  # fmt: skip
     return grad_query, grad_key, grad_value, grad_alpha, grad_beta, grad_sink, grad_gate
 
@@ -326,28 +343,6 @@ def _attend_backward(
     )  # fmt: skip
 
 
-def _fill_sum_table(table: Tensor, value: Tensor) -> None:
-    """F8's table [B, G, blocks + 1, D]: row n is the sum of the first n blocks of value."""
-    batch, groups, num_keys, dim = value.shape
-    blocks = table.shape[2] - 1
-    block_sums_kernel[(batch * groups * blocks,)](
-        value, table, *value.stride()[:3], num_keys, blocks, groups,
-        dim, _block(dim), _padded(dim), num_warps=_warps(dim, SUM_ELEMENTS),
-    )  # fmt: skip
-    _scan(table)
-
-
-def _table_shape(value: Tensor) -> tuple[int, int, int, int]:
-    batch, groups, num_keys, dim = value.shape
-    block = _block(dim)
-    return batch, groups, (num_keys + block - 1) // block + 1, dim
-
-
-def _scan(table: Tensor) -> None:
-    batch, groups, length, dim = table.shape
-    scan_kernel[(batch * groups, triton.cdiv(dim, 32))](table, length, dim, 64, 32, num_warps=4)
-
-
 def _row_gradients(
     query: Tensor, alpha: Tensor | None, beta: Tensor | None, sink: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -378,16 +373,3 @@ def _like_packed(x: Tensor) -> Tensor:
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
     return NO_STRIDES if x is None else x.stride()[:3]
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
-def _block(dim: int) -> int:
-    """Rows of a tile, and of a block of the table of sums."""
-    return min(max(TILE // _padded(dim), 16), 64)
-
-
-def _warps(dim: int, elements: int) -> int:
-    return max(_block(dim) * _padded(dim) // (32 * elements), 1)

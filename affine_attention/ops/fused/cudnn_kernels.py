@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -57,9 +58,14 @@ def sum_visible(
 @triton.jit
 def block_sums_kernel(
     value, table, value_b, value_g, value_s, num_keys, num_blocks, groups,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """F8, first step. One program owns BLOCK keys of one key-value head; writes their sum to row block + 1."""
+    """F8, first step. One program owns BLOCK keys of one key-value head; writes their sum to row block + 1.
+
+    EARLY: the next kernel may begin when the last program has; it waits (`gdc_wait`) before it reads what this writes.
+    """
+    if EARLY:
+        gdc_launch_dependents()
     slot, block = locate(num_blocks, False)
     batch, group = (slot // groups).to(tl.int64), (slot % groups).to(tl.int64)
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -76,11 +82,15 @@ def block_sums_kernel(
 
 
 @triton.jit
-def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     """F8 and B6, second step. One program owns BLOCK_D columns of one table [length, D]; prefix sums in place.
 
-    Row 0, the empty sum, is there already: row n then holds the sum of the n blocks before block n.
+    Row 0, the empty sum, is there already: row n then holds the sum of the n blocks before block n. EARLY: this kernel
+    has begun before the one that writes the sums has ended, and lets the next one do the same.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     table += tl.program_id(0).to(tl.int64) * length * HEAD_DIM
     carry = tl.zeros([BLOCK_D], dtype=tl.float32)

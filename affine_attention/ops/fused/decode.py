@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..visibility import Visibility
 from . import on_device
+from .relaunch import relaunch
 
 MAX_QUERIES = 16
 MAX_ROWS = 64  # of a tile; more rows (many heads to a group, many queries) become more tiles
@@ -310,20 +311,28 @@ def _decode(
     parts = torch.empty(2, batch, groups, splits, rows, dtype=torch.float32, device=query.device)
     part_acc = torch.empty(batch, groups, splits, rows, dim, dtype=torch.float32, device=query.device)
     out = torch.empty_like(query)
-    split_kernel[(splits * programs,)](
-        query, key, value, None if key_mask is None else key_mask.view(torch.int8), lengths, block_table,
-        parts[0], parts[1], part_acc,
-        *query.stride()[:3], *key_strides, *value_strides,
-        *((0, 0) if key_mask is None else key_mask.stride()), 0 if block_table is None else block_table.stride(0),
-        num_queries, num_keys, groups, repeats, rows, splits, window or 0, softmax_scale * LOG2_E,
-        is_causal, window is not None, page_size, one_page, dim, block_m, plan.block_n, block_d,
+    relaunch(
+        split_kernel, (splits * programs,),
+        (
+            query, key, value, None if key_mask is None else key_mask.view(torch.int8), lengths, block_table,
+            parts[0], parts[1], part_acc,
+        ),
+        (
+            *query.stride()[:3], *key_strides, *value_strides,
+            *((0, 0) if key_mask is None else key_mask.stride()), 0 if block_table is None else block_table.stride(0),
+            num_queries, num_keys, groups, repeats, rows, splits, window or 0, softmax_scale * LOG2_E,
+            is_causal, window is not None, page_size, one_page, dim, block_m, plan.block_n, block_d,
+        ),
         num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers,
     )  # fmt: skip
-    merge_kernel[(num_queries * heads * batch,)](
-        parts[0], parts[1], part_acc, alpha, beta, sink, gate, out,
-        *_strides(alpha), *_strides(beta), *_strides(gate), *out.stride()[:3],
-        num_queries, heads, repeats, rows, splits,
-        dim, min(32, triton.next_power_of_2(splits)), block_d, num_warps=4,
+    relaunch(
+        merge_kernel, (num_queries * heads * batch,),
+        (parts[0], parts[1], part_acc, alpha, beta, sink, gate, out),
+        (
+            *_strides(alpha), *_strides(beta), *_strides(gate), *out.stride()[:3],
+            num_queries, heads, repeats, rows, splits, dim, min(32, triton.next_power_of_2(splits)), block_d,
+        ),
+        num_warps=4,
     )  # fmt: skip
     return out
 

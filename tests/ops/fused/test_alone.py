@@ -15,7 +15,7 @@ from affine_attention.ops.visibility import Visibility
 pytest.importorskip("triton")
 from affine_attention.ops.fused import alone, cudnn
 
-from .test_cudnn import ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
+from .test_cudnn import AFFINE, ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
 
 
 @pytest.fixture
@@ -26,31 +26,49 @@ def always(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2, 2, 100, 100, 64), (1, 4, 2, 33, 33, 24)])
-def test_serves_the_backward(always, shape, dtype):
-    inputs, grad = make(*shape, ("sink",), dtype)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((1, 2, 2, 200, 200, 64), AFFINE),  # tiles of every kind
+        ((1, 2, 2, 100, 100, 64), ("sink",)),
+        ((2, 4, 2, 130, 130, 32), ALL),
+        ((1, 4, 2, 33, 33, 24), ("beta", "sink")),
+        ((1, 2, 1, 2, 2, 16), ("alpha", "gate")),
+        ((1, 2, 1, 129, 129, 40), ("beta",)),
+    ],
+)
+@pytest.mark.parametrize("nonnegative_alpha", [True, False])
+def test_serves_the_backward(always, shape, names, dtype, nonnegative_alpha):
+    if nonnegative_alpha and "alpha" not in names:
+        pytest.skip("a promise about alpha, without alpha")
+    inputs, grad = make(*shape, names, dtype, nonnegative_alpha)
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
-    assert_right(
-        inputs, grad, visibility, [make(*shape, ("sink",), dtype, seed=n) for n in range(1, 3 if INTERPRETED else 8)]
-    )
+    seeds = range(1, 3 if INTERPRETED else 8)
+    others = [make(*shape, names, dtype, nonnegative_alpha, seed=n) for n in seeds]
+    assert_right(inputs, grad, visibility, others, nonnegative_alpha=nonnegative_alpha)
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [("alpha", "sink", "gate"), ("gate",)])
+@pytest.mark.parametrize("names", [ALL, AFFINE, ("alpha", "sink", "gate"), ("gate",)])
 def test_without_a_gradient(always, names):
-    inputs, _ = make(1, 4, 2, 100, 100, 32, names, DTYPES[0])
-    visibility = Visibility(1, 100, 100, DEVICE, is_causal=True)
+    inputs, _ = make(1, 4, 2, 200, 200, 32, names, DTYPES[0])
+    visibility = Visibility(1, 200, 200, DEVICE, is_causal=True)
     given = {**dict.fromkeys(ALL), **inputs}
     out = cudnn.cudnn_attention(**given, visibility=visibility, softmax_scale=0.3)
-    given = {name: None if x is None else x.double() for name, x in given.items()}
+    kept = cudnn.cudnn_attention(
+        **{**given, "query": inputs["query"].requires_grad_()}, visibility=visibility, softmax_scale=0.3
+    ).detach()
+    given = {name: None if x is None else x.detach().double() for name, x in given.items()}
     right = reference_attention(**given, visibility=visibility, softmax_scale=0.3)
+    assert torch.equal(out, kept)
     assert (out.double() - right).norm() <= torch.finfo(out.dtype).eps * right.norm() * (8 if INTERPRETED else 1)
 
 
 @needs_triton
+@pytest.mark.parametrize("names", [("sink",), ALL])
 @pytest.mark.skipif(INTERPRETED, reason="the stand-in for cuDNN lays its log-sum-exp out otherwise")
-def test_is_registered(always):
-    inputs, _ = make(1, 4, 2, 70, 70, 16, ("sink",), DTYPES[0])
+def test_is_registered(always, names):
+    inputs, _ = make(1, 4, 2, 70, 70, 16, names, DTYPES[0])
     given = {**dict.fromkeys(("query", "key", "value", *ALL)), **{n: x.requires_grad_() for n, x in inputs.items()}}
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     for keeps in (True, False):
@@ -63,16 +81,12 @@ def test_which_calls_it_serves(monkeypatch):
         is_cuda = True
 
     monkeypatch.setattr(alone, "capability_of", lambda x: 90)
-    query, row = torch.zeros(1, 2, 4, 64).as_subclass(Query), torch.zeros(1, 2, 4)
+    query = torch.zeros(1, 2, 4, 64).as_subclass(Query)
 
-    def served(query=query, alpha=None, beta=None, gate=None, is_causal=True, softmax_scale=0.1, keeps=True):
-        return alone.forwards_alone(query, query, alpha, beta, gate, is_causal, softmax_scale, keeps)
+    def served(query=query, is_causal=True, softmax_scale=0.1):
+        return alone.forwards_alone(query, query, is_causal, softmax_scale)
 
     assert served()
-    assert served(alpha=row, gate=query, keeps=False)
-    assert not served(alpha=row)
-    assert not served(gate=query)
-    assert not served(beta=row, keeps=False)
     assert not served(is_causal=False)
     assert not served(softmax_scale=-0.1)
     assert not served(query=torch.zeros(1, 2, 4, 72).as_subclass(Query))

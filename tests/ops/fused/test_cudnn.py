@@ -145,10 +145,11 @@ def test_small_alphas_keep_their_gradients(scale):
 @needs_triton
 @pytest.mark.parametrize("names", [AFFINE, ALL])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_without_a_gradient_the_output_takes_the_place_of_o(names, groups):
-    inputs, grad = make(1, 2, groups, 70, 70, 16, names, DTYPES[0], nonnegative=True)
+@pytest.mark.parametrize("dim", [16, 72])
+def test_the_output_is_the_same_with_and_without_a_gradient(names, groups, dim):
+    inputs, grad = make(1, 2, groups, 70, 70, dim, names, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 70, 70, grad.device, is_causal=True)
-    given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": 0.25}
+    given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": dim**-0.5}
     expected = results(cudnn.cudnn_attention, inputs, grad, visibility, nonnegative_alpha=True)["out"]
     assert torch.equal(cudnn.cudnn_attention(**given, nonnegative_alpha=True), expected)
 
@@ -268,6 +269,7 @@ def test_kernels_compile(capability):
         **dict.fromkeys(("sink_parts", "weighted_table"), "*fp32"),
     }
     constants = {"HEADS": 2, "SHIFT": True, "CAUSAL": True, "HEAD_DIM": 128, "BLOCK": 16, "BLOCK_D": 128}
+    constants["EARLY"] = capability >= 90
     for name in ("block_sums", "scan", "epilogue", "prologue", "add_later"):
         kernel = getattr(cudnn_kernels, f"{name}_kernel")
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}

@@ -26,6 +26,7 @@ def test_shipped_configurations_compile_and_fit(capability: int) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     shared = json.loads(result.stdout.splitlines()[-1])
     assert {name.split()[0] for name in shared} >= {"_forward_kernel", "_query_grad_kernel", "_key_grad_kernel"}
+    assert ("causal_kernel 64" in shared) == (capability == 90)
     assert all(size <= SHARED_MEMORY[capability] for size in shared.values()), shared
 
 
@@ -36,7 +37,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from affine_attention.ops.fused import configs, launch
+    from affine_attention.ops.fused import alone, configs, launch, sum_table
     from affine_attention.ops.fused.backward import launch_backward
     from affine_attention.ops.fused.forward import launch_forward
 
@@ -68,6 +69,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     launch.shipped_config = lambda kernel, head_dim, dtype, device: configs.table_config(
         kernel, head_dim, dtype.itemsize, divmod(capability, 10)
     )
+    alone.INTERPRETER = alone.HOPPER  # what tensors on the CPU get
     for dim in dims:
         query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
         key, value = query[:, :1].clone(), query[:, :1].clone()
@@ -80,6 +82,9 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         inputs = {"query": query, "key": key, "value": value, **parts}
         grads = {name: torch.empty_like(x) for name, x in inputs.items() if x is not None}
         launch_backward(call, query, query, lse, **parts, grads=grads)
+        if capability == 90 and dim <= alone.MAX_HEAD_DIM:
+            table = sum_table.new_table(value)
+            alone.forward_alone(query, key, value, **parts, softmax_scale=0.1, table=table, keeps=True, shift=False)
     return shared
 
 

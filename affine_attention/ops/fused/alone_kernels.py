@@ -1,0 +1,109 @@
+"""Turns a plain causal call into the whole equation in one kernel: the tiles of keys behind a query block, in order.
+
+For query block n of BLOCK_M rows: wide tiles of keys as long as they fit before the block, a tile of BLOCK_M keys where
+one is left over, then the block's own keys, the only ones that need a mask. The sum of v (F8) is a row of the table for
+the keys before the block; for its own keys the weights alpha p + beta are formed and multiplied with the values, as in
+the paper's formula. F1 to F7 as in forward.py and cudnn_kernels.py; lse is natural, as cuDNN's backward wants it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from .launch import GRID_NUMBERS
+from .tiles import LOG2E, load_row_scalars, load_tile, scheduled_block, store_tile
+
+
+@triton.jit
+def _attend_tile(output, row_max, row_sum, scores, v, scale_log2):
+    """F1, F2: the online softmax over one tile of scores, in units of log2. No row is ever without a visible key."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    output = tl.dot(p.to(v.dtype), v, output * rescale[:, None], input_precision="ieee")
+    return output, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=GRID_NUMBERS)
+def causal_kernel(
+    q_desc, wide_k_desc, wide_v_desc, k_desc, v_desc, gate_desc, alpha, beta, sink, table, out, softmax_out, lse,
+    alpha_strides, beta_strides, out_strides, length, table_length, scale_log2,
+    num_heads, num_kv_heads, num_programs, section,
+    BLOCK_M: tl.constexpr, WIDE: tl.constexpr, TABLE_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHIFT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """F1 to F7. One program owns BLOCK_M queries of one head; writes out, lse (with SHIFT less log(alpha): B5), and O.
+
+    `softmax_out` is None where O is `out` or nobody will need it; it has the strides of `out`. fp32 sums.
+    """
+    block, batch_head = scheduled_block(tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True)
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    kv_head = head // (num_heads // num_kv_heads)
+    rows = tl.arange(0, BLOCK_M)
+    queries = block * BLOCK_M + rows
+
+    # The sink is a key without a value: it starts the softmax, and so is in lse.
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sink is not None:
+        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
+        row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    wide_tiles = block * BLOCK_M // WIDE
+    for tile in tl.range(0, wide_tiles):
+        k = load_tile(wide_k_desc, batch, kv_head, tile * WIDE, WIDE, BLOCK_D)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = load_tile(wide_v_desc, batch, kv_head, tile * WIDE, WIDE, BLOCK_D)
+        output, row_max, row_sum = _attend_tile(output, row_max, row_sum, scores, v, scale_log2)
+    for tile in tl.range(wide_tiles * (WIDE // BLOCK_M), block):
+        k = load_tile(k_desc, batch, kv_head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = load_tile(v_desc, batch, kv_head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
+        output, row_max, row_sum = _attend_tile(output, row_max, row_sum, scores, v, scale_log2)
+
+    if beta is not None:
+        # Asked for before the last tile's work, which hides the way to memory.
+        if EARLY:
+            gdc_wait()
+        cols = tl.arange(0, BLOCK_D)
+        row = (batch * num_kv_heads + kv_head) * table_length + block * (BLOCK_M // TABLE_BLOCK)
+        before = tl.load(table + row * HEAD_DIM + cols, mask=cols < HEAD_DIM, other=0.0)
+    k = load_tile(k_desc, batch, kv_head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    scores = tl.dot(q, k.T, input_precision="ieee")
+    v = load_tile(v_desc, batch, kv_head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    scores = tl.where(rows[:, None] >= rows[None, :], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    row_lse = (new_max + tl.log2(row_sum)) / LOG2E
+    factor = 1.0 / row_sum
+    # This was the last tile: row_sum is whole, and what the values are multiplied with can be formed.
+    output = output * (rescale * factor)[:, None]
+    p = p * factor[:, None]
+    if softmax_out is not None:
+        core = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
+        store_tile(softmax_out, out_strides, batch, head, queries, length, core, HEAD_DIM, BLOCK_D)
+    if alpha is not None:
+        alpha_rows = load_row_scalars(alpha, alpha_strides, batch, head, queries, length)
+        output *= alpha_rows[:, None]
+        p *= alpha_rows[:, None]
+        if SHIFT:
+            row_lse -= tl.log(alpha_rows)
+    if beta is not None:
+        beta_rows = load_row_scalars(beta, beta_strides, batch, head, queries, length)
+        output += beta_rows[:, None] * before[None, :]
+        # The mask, read back from the scores: in their register layout it feeds the product without a copy.
+        p += tl.where(scores != float("-inf"), beta_rows[:, None], 0.0)
+    # Where O is kept this is a product of its own, not a sum with O: out is the same, bit for bit, with and without it.
+    output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
+    if gate_desc is not None:
+        output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    store_tile(out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
+    tl.store(lse + batch_head.to(tl.int64) * length + queries, row_lse, mask=queries < length)
