@@ -2,8 +2,8 @@
 
 For query block n of BLOCK_M rows: wide tiles of keys as long as they fit before the block, a tile of BLOCK_M keys where
 one is left over, then the block's own keys, the only ones that need a mask. The sum of v (F8) is a row of the table for
-the keys before the block; for its own keys the weights alpha p + beta are formed and multiplied with the values, as in
-the paper's formula. F1 to F7 as in forward.py and cudnn_kernels.py; lse is natural, as cuDNN's backward wants it.
+the keys before the block, and for its own keys a product with their values. F1 to F7 as in forward.py and
+cudnn_kernels.py; lse is natural, as cuDNN's backward wants it.
 """
 
 from __future__ import annotations
@@ -84,25 +84,34 @@ def causal_kernel(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     row_lse = (new_max + tl.log2(row_sum)) / LOG2E
     factor = 1.0 / row_sum
-    # This was the last tile: row_sum is whole, and what the values are multiplied with can be formed.
+    # This was the last tile: row_sum is whole, and the weights can be formed.
     output = output * (rescale * factor)[:, None]
     p = p * factor[:, None]
-    if softmax_out is not None:
-        core = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
-        store_tile(softmax_out, out_strides, batch, head, queries, length, core, HEAD_DIM, BLOCK_D)
     if alpha is not None:
         alpha_rows = load_row_scalars(alpha, alpha_strides, batch, head, queries, length)
-        output *= alpha_rows[:, None]
-        p *= alpha_rows[:, None]
         if SHIFT:
             row_lse -= tl.log(alpha_rows)
     if beta is not None:
         beta_rows = load_row_scalars(beta, beta_strides, batch, head, queries, length)
-        output += beta_rows[:, None] * before[None, :]
         # The mask, read back from the scores: in their register layout it feeds the product without a copy.
-        p += tl.where(scores != float("-inf"), beta_rows[:, None], 0.0)
-    # Where O is kept this is a product of its own, not a sum with O: out is the same, bit for bit, with and without it.
-    output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
+        seen = tl.where(scores != float("-inf"), 1.0, 0.0)
+    if softmax_out is not None:
+        output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
+        store_tile(softmax_out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
+        if alpha is not None:
+            output *= alpha_rows[:, None]
+        if beta is not None:
+            value_sum = tl.dot(seen.to(v.dtype), v, input_precision="ieee") + before[None, :]
+            output += beta_rows[:, None] * value_sum
+    else:
+        # Nobody asks for O: one product for both terms, with the weights alpha p + beta of the paper's formula.
+        if alpha is not None:
+            output *= alpha_rows[:, None]
+            p *= alpha_rows[:, None]
+        if beta is not None:
+            output += beta_rows[:, None] * before[None, :]
+            p += beta_rows[:, None] * seen
+        output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
     store_tile(out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)

@@ -60,7 +60,8 @@ def test_without_a_gradient(always, names):
     ).detach()
     given = {name: None if x is None else x.detach().double() for name, x in given.items()}
     right = reference_attention(**given, visibility=visibility, softmax_scale=0.3)
-    assert torch.equal(out, kept)
+    # What is kept for a backward has other products, so the last bit may differ.
+    assert (out - kept).norm() <= 4 * torch.finfo(out.dtype).eps * right.norm()
     assert (out.double() - right).norm() <= torch.finfo(out.dtype).eps * right.norm() * (8 if INTERPRETED else 1)
 
 

@@ -145,8 +145,8 @@ def test_small_alphas_keep_their_gradients(scale):
 @needs_triton
 @pytest.mark.parametrize("names", [AFFINE, ALL])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("dim", [16, 72])
-def test_the_output_is_the_same_with_and_without_a_gradient(names, groups, dim):
+def test_without_a_gradient_the_output_takes_the_place_of_o(names, groups):
+    dim = 72  # too large for the forward in one kernel
     inputs, grad = make(1, 2, groups, 70, 70, dim, names, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 70, 70, grad.device, is_causal=True)
     given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": dim**-0.5}
