@@ -13,9 +13,11 @@ from affine_attention.ops.reference import reference_attention
 from affine_attention.ops.visibility import Visibility
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import alone, cudnn
+from affine_attention.ops.fused import alone, cudnn, sum_table
 
 from .test_cudnn import AFFINE, ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
+
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
@@ -75,6 +77,60 @@ def test_is_registered(always, names):
     for keeps in (True, False):
         args = (*given.values(), True, 0.25, False, keeps)
         torch.library.opcheck(torch.ops.affine_attention.cudnn_forward.default, args, test_utils=utils)
+
+
+@needs_gpu
+def test_it_waits_for_the_sums_of_the_values(always):
+    """The kernel begins before the sums are there; were it not to wait, it would read what the memory held: NaN."""
+    inputs, _ = make(8, 16, 16, 1000, 1000, 64, AFFINE, DTYPES[0])
+    visibility = Visibility(8, 1000, 1000, DEVICE, is_causal=True)
+    given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": 0.125}
+    first = cudnn.cudnn_attention(**given)
+    shape = sum_table.table_shape(inputs["value"])
+    for _ in range(1000):
+        torch.full(shape, float("nan"), device=DEVICE)  # the table is made where this was
+        assert torch.equal(cudnn.cudnn_attention(**given), first)
+
+
+@needs_gpu
+def test_in_a_cuda_graph(always):
+    inputs, grad = make(2, 4, 2, 300, 300, 64, AFFINE, DTYPES[0])
+    visibility = Visibility(2, 300, 300, DEVICE, is_causal=True)
+    given = {**dict.fromkeys(ALL), **{name: x.requires_grad_() for name, x in inputs.items()}}
+
+    def step():
+        out = cudnn.cudnn_attention(**given, visibility=visibility, softmax_scale=0.125)
+        return out, *torch.autograd.grad(out, list(inputs.values()), grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        right = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        for x in captured:
+            x.data.fill_(float("nan"))
+        graph.replay()
+        for x, expected in zip(captured, right, strict=True):
+            torch.testing.assert_close(x, expected, rtol=1e-2, atol=1e-2)
+
+
+@needs_gpu
+def test_offsets_beyond_32_bits(always):
+    """Two sequences that lie more than 2^31 elements apart."""
+    heads, length, dim = 2, 200, 64
+    apart = 2**31 + 4096
+    memory = torch.empty(apart + 4 * heads * length * dim, dtype=DTYPES[0], device=DEVICE)
+    inputs, _ = make(2, heads, heads, length, length, dim, AFFINE, DTYPES[0])
+    visibility = Visibility(2, length, length, DEVICE, is_causal=True)
+    given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": 0.125}
+    right = cudnn.cudnn_attention(**given)
+    for place, name in enumerate(("query", "key", "value")):
+        strides, offset = (apart, length * dim, dim, 1), place * heads * length * dim
+        given[name] = memory.as_strided((2, heads, length, dim), strides, offset).copy_(inputs[name])
+    assert torch.equal(cudnn.cudnn_attention(**given), right)
 
 
 def test_which_calls_it_serves(monkeypatch):
