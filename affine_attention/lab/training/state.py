@@ -44,6 +44,7 @@ def load_weights(model: nn.Module, stored: Iterable[tuple[str, Tensor]]) -> None
 def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors `KIND/PARAMETER` of an optimizer, and its groups with the names of their parameters."""
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    _shard_again(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {}
     for parameter, state in inner.state.items():
@@ -61,6 +62,7 @@ def load_optimizer_state(
     model: nn.Module, optimizer: Any, stored: Iterable[tuple[str, Tensor]], settings: dict[str, Any]
 ) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
+    _shard_again(model)
     parameters = dict(model.named_parameters())
     numbers = {name: number for number, name in enumerate(n for group in settings["groups"] for n in group["params"])}
     state: dict[int, dict[str, Tensor]] = {}
@@ -81,6 +83,19 @@ def load_optimizer_state(
         if [own[id(parameter)] for parameter in mine["params"]] != theirs["params"]:
             raise ValueError("the checkpoint's optimizer has its parameters in another order than the model")
     inner.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _shard_again(model: nn.Module) -> None:
+    """Gives a model of FSDP2 the parameters back that its optimizer knows.
+
+    A forward without a backward, as an evaluation is, leaves those of the root whole: other tensors, by the same names.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def like(tensor: Tensor, pattern: Tensor) -> Tensor:

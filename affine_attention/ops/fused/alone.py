@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import capability_of, sum_table
+from . import capability_of, side, sum_table
 from .alone_kernels import causal_kernel
 from .launch import Call, align, make_rule
 from .relaunch import relaunch
@@ -36,9 +36,9 @@ INTERPRETER = HOPPER._replace(options={"num_warps": 4, "num_stages": 1})
 
 
 def forwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
-    """Whether the call is one for `forward_alone`: measured on Hopper, causal, head dims up to 64."""
+    """Whether the call is one for `forward_alone`: measured on Hopper, causal, head dims up to 64, and large."""
     fits = is_causal and query.shape[2] == key.shape[2] and softmax_scale > 0 and query.shape[-1] <= MAX_HEAD_DIM
-    return fits and query.is_cuda and 90 <= capability_of(query) < 100
+    return fits and query.numel() >= side.LARGE and query.is_cuda and 90 <= capability_of(query) < 100
 
 
 def forward_alone(

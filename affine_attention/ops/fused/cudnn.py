@@ -32,7 +32,6 @@ STAND_IN = CpuFlash("cpu_flash")
 ELEMENTS = 32  # of a tile, to a thread; measured on an H200: several 16-byte loads under way
 # The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
 PAUSE, BYTES_A_CYCLE = 10_000, 500
-LARGE = 2**23  # elements of query from which a second stream is worth the host's time for it
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
 
 
@@ -141,7 +140,7 @@ def _forward(
             table=table, keeps=keeps, shift=shift,
         )  # fmt: skip
         return out, core, lse, table if keeps else table.new_empty(0)
-    side = Side(query.device, query.numel() >= LARGE)
+    side = Side(query)
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if beta is not None:
         side.run(lambda: sum_table.fill(table, value))
@@ -235,7 +234,7 @@ def _backward(
         if weighted_table is not None:
             sum_table.scan(weighted_table)
 
-    side = Side(query.device, query.numel() >= LARGE)
+    side = Side(query)
     if grad_core is not None:
         run_prologue()  # cuDNN waits for what it writes
     grad_query, grad_key, grad_value = _attend_backward(

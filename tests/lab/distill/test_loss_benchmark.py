@@ -38,7 +38,8 @@ def test_memory_at_a_large_vocabulary():
     bench = distill.Bench(distill.Shape("small", 512, 32768, 64, 64), "cpu")
     plain, ours = (peak_memory(bench.with_backward(loss)) for loss in (bench.plain, bench.ours))
     assert plain > 4 * 512 * 32768 * 4
-    assert ours < 0.6 * plain  # its chunks alone are half of these few tokens' logits
+    # So few tokens are one chunk: the student's logits, half of the teacher's, the gradients, and a few rows.
+    assert ours < 1.5 * 512 * 32768 * 4 + (512 + 32768) * 64 * 4 + 2**24
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunks.CHUNK_BYTES, "cpu", 2**23)

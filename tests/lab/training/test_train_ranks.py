@@ -168,6 +168,8 @@ def run_fsdp(rank: int, folder: str, recipe: dict) -> None:
     batches = [{"input_ids": i, "labels": n} for i, n in zip(ids.chunk(2), labels.chunk(2), strict=True)]
     student, optimizer = make()
     losses = sharded_steps(student, batches, WORLD, settings, 2, optimizer)
+    with torch.no_grad():
+        student(ids)  # an evaluation: the root's parameters stay whole behind it
     tensors, groups = optimizer_state(student, optimizer)
     files = {"model": weights(student), "optimizer": tensors}
     for name, content in files.items():

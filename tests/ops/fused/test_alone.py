@@ -138,7 +138,7 @@ def test_which_calls_it_serves(monkeypatch):
         is_cuda = True
 
     monkeypatch.setattr(alone, "capability_of", lambda x: 90)
-    query = torch.zeros(1, 2, 4, 64).as_subclass(Query)
+    query = torch.zeros(1).as_subclass(Query).expand(1, 128, 1024, 64)
 
     def served(query=query, is_causal=True, softmax_scale=0.1):
         return alone.forwards_alone(query, query, is_causal, softmax_scale)
@@ -146,7 +146,8 @@ def test_which_calls_it_serves(monkeypatch):
     assert served()
     assert not served(is_causal=False)
     assert not served(softmax_scale=-0.1)
-    assert not served(query=torch.zeros(1, 2, 4, 72).as_subclass(Query))
+    assert not served(query=query[..., :1].expand(1, 128, 1024, 72))
+    assert not served(query=query[:, :127])
     monkeypatch.setattr(alone, "capability_of", lambda x: 100)
     assert not served()
 

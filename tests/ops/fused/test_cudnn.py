@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from affine_attention.ops.fused import cudnn, cudnn_kernels  # noqa: E402
+from affine_attention.ops.fused import cudnn, cudnn_kernels, side  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -156,8 +156,11 @@ def test_without_a_gradient_the_output_takes_the_place_of_o(names, groups):
 
 @needs_triton
 @pytest.mark.parametrize("names", [AFFINE, ("alpha", "sink"), ALL])
-def test_alpha_through_the_log_sum_exp(names):
-    inputs, grad = make(1, 4, 2, 100, 100, 16, names, DTYPES[0], nonnegative=True)
+@pytest.mark.parametrize("large", [False, True])
+def test_alpha_through_the_log_sum_exp(monkeypatch, names, large):
+    if large:  # then the passes run on a stream of their own
+        monkeypatch.setattr(side, "LARGE", 0)
+    inputs, grad = make(1, 4, 2, 100, 100, 72, names, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 100, 100, grad.device, is_causal=True)
     assert_right(inputs, grad, visibility, nonnegative_alpha=True)
 
