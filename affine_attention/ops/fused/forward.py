@@ -108,9 +108,9 @@ def _forward_kernel(
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, NATURAL_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """F1 to F4. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2, or not).
+    """F1 to F4. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
 
     fp32 sums. `softmax_out` is None where it equals `out` or nobody will need it.
     """
@@ -150,8 +150,6 @@ def _forward_kernel(
 
     output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     row_lse = row_max + tl.log2(row_sum)
-    if NATURAL_LSE:
-        row_lse = row_lse / LOG2E
     tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
     if softmax_out is not None:
         store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
@@ -196,9 +194,8 @@ def launch_forward(
     gate: Tensor | None,
     keep_softmax: bool,
     like: Tensor,
-    natural_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The output, the softmax output where it is kept, and lse [B, H, T] in units of log2 or in natural ones.
+    """The output, the softmax output where it is kept, and lse [B, H, T] in units of log2.
 
     The outputs have the layout of `like`, the query as the caller gave it.
     """
@@ -221,6 +218,6 @@ def launch_forward(
         call.rule, call.softmax_scale * LOG2E.value, query.shape[1], call.key.shape[1],
         num_programs, call.query_section,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, HEAD_DIM=query.shape[3], BLOCK_D=call.block_d,
-        PRECISION=call.precision, NATURAL_LSE=natural_lse, **config.options,
+        PRECISION=call.precision, **config.options,
     )  # fmt: skip
     return out, softmax_out, lse
