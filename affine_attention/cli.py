@@ -39,7 +39,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"affine_attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_study, _add_train, _add_evaluate, _add_inspect, _add_report, _add_gradients, _add_recipes):
+    for add in (
+        _add_study,
+        _add_train,
+        _add_evaluate,
+        _add_inspect,
+        _add_report,
+        _add_gradients,
+        _add_tune,
+        _add_recipes,
+    ):
         add(commands)
     return parser
 
@@ -188,6 +197,30 @@ def _gradients(options: argparse.Namespace) -> int:
 
     for log in options.logs:
         print(format_statistics(log, gradient_statistics(log, last_step=options.steps)))
+    return 0
+
+
+def _add_tune(commands: Any) -> None:
+    parser = _command(
+        commands, "tune", "find the fastest tile sizes of the Triton kernels for this GPU, and save them", _tune
+    )
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], metavar="D", help="default: 64 128")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the calls")
+    parser.add_argument("--length", type=int, default=2048, metavar="T", help="of the sequences (default: 2048)")
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from .ops.fused import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise ImportError("Triton is needed, which is not installed; CUDA builds of torch bring it along")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("a CUDA GPU is needed, and torch sees none; on the CPU there is nothing to tune")
+    from .ops.fused.tune import tune_and_save
+
+    print(tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length))
     return 0
 
 

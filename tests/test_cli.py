@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from affine_attention.cli import main
 
@@ -94,6 +95,11 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         (["gradients", "nowhere"], "nowhere"),
         (["study", "--mechanisms", "softmax,afine"], "did you mean 'affine'?"),
         (["study", "--seeds", "one"], "a seed is a whole number, got 'one'"),
+        pytest.param(
+            ["tune"],
+            "a CUDA GPU is needed",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_errors_are_one_line_that_names_the_way_out(arguments, words, tmp_path, monkeypatch, capsys):

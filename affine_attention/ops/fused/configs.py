@@ -1,10 +1,13 @@
-"""Says which tile sizes each kernel runs with: a shipped table, measured once, never tuned while a user waits."""
+"""Says which tile sizes the kernels ship with: a table, measured once. Nothing is tuned unasked (tune.py)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+KERNELS = ("forward", "causal", "query_grads", "key_grads")
+HEAD_DIMS = (64, 128, 256)  # tables go by the largest head dim that a row serves
 
 
 class Config(NamedTuple):
@@ -77,7 +80,7 @@ def shipped_config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch
 def table_config(kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int]) -> Config:
     """The row of the table of a GPU with this compute capability."""
     for table in (HOPPER, UNIVERSAL) if capability[0] == 9 else (UNIVERSAL,):
-        for limit in (64, 128, 256):
+        for limit in HEAD_DIMS:
             if head_dim <= limit and (kernel, itemsize, limit) in table:
                 return table[kernel, itemsize, limit]
     if kernel == "causal":

@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import Config, shipped_config
+from .configs import Config
 from .ranges import tile_ranges
 from .tiles import Rule
+from .tuned import chosen_config
 
 L2_BYTES = 16 * 2**20  # what the heads that run side by side may take of the L2 cache
 # Numbers of heads: no reason to compile a kernel again when they change.
@@ -108,13 +109,14 @@ class Call:
         return max(1, min(fitting, batch * self.key.shape[1]))
 
     def config(self, kernel: str) -> Config:
-        """The shipped tile sizes of "forward", "causal", "rows" (B1), "query_grads" or "key_grads"."""
+        """The tile sizes of "forward", "causal", "rows" (B1), "query_grads" or "key_grads"."""
         if kernel not in self._configs:
-            # B1 reads the tile sums of the forward, so it shares their size; fewer queries, for occupancy.
-            name = "forward" if kernel == "rows" else kernel
-            config = shipped_config(name, self.query.shape[-1], self.query.dtype, self.query.device)
             if kernel == "rows":
-                config = config._replace(block_m=min(64, config.block_m), num_warps=4)
+                # B1 reads the tile sums of the forward, so it shares their size; fewer queries, for occupancy.
+                forward = self.config("forward")
+                config = forward._replace(block_m=min(64, forward.block_m), num_warps=4)
+            else:
+                config = chosen_config(kernel, self.query.shape[-1], self.query.dtype, self.query.device)
             self._configs[kernel] = config
         return self._configs[kernel]
 

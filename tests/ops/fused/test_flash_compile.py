@@ -66,7 +66,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
 
     driver.set_active(Driver())
     JITFunction.run = compile_only
-    launch.shipped_config = lambda kernel, head_dim, dtype, device: configs.table_config(
+    launch.chosen_config = lambda kernel, head_dim, dtype, device: configs.table_config(
         kernel, head_dim, dtype.itemsize, divmod(capability, 10)
     )
     alone.INTERPRETER = alone.HOPPER  # what tensors on the CPU get
