@@ -3,7 +3,8 @@
 Rules, in this order (docs/kernels.md has the measurements):
 - decode: up to 16 queries and no gradient, against more keys than queries: one pass over the cache, split over keys;
 - cudnn: plain causal or full attention in bf16 or fp16 on compute capability 9.0 and newer, where cuDNN between fused
-  passes is the fastest that was measured (not under torch.use_deterministic_algorithms: its backward is not);
+  passes, or behind a forward in one kernel, is the fastest that was measured (not under
+  torch.use_deterministic_algorithms: its backward is not);
 - flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..visibility import Visibility
@@ -47,12 +49,24 @@ def choose_fused(
     if query.device.type == "cuda" and capability_of(query) >= CUDNN_CAPABILITY:
         reason = cudnn.why_not(query, key, value, **call)
         if reason is None:
-            return "cudnn", "plain causal or full attention: cuDNN between fused passes is the fastest measured"
+            return "cudnn", _why_cudnn(query, key, visibility, any(x is not None for x in (alpha, beta, sink, gate)))
         refusals.append(f"cudnn {reason}")
     reason = flash.why_not(query, key, value, **call)
     if reason is None:
         return "flash", "; ".join(refusals) or "the Triton kernels take it"
     return None, reason
+
+
+def _why_cudnn(query: Tensor, key: Tensor, visibility: Visibility, has_mechanism: bool) -> str:
+    # A compiled graph would be bound to the sizes that the question looks at, for a sentence that it never shows.
+    if has_mechanism and not torch.compiler.is_compiling():
+        from .alone import forwards_alone
+
+        if forwards_alone(query, key, visibility.is_causal, 1.0):
+            return (
+                "a large causal call, head dim up to 64: one kernel forward, cuDNN backward is the fastest measured"
+            )
+    return "plain causal or full attention: cuDNN between fused passes is the fastest measured"
 
 
 def fused_attention(

@@ -13,7 +13,7 @@ from affine_attention.ops.reference import reference_attention
 from affine_attention.ops.visibility import Visibility
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import alone, cudnn, sum_table
+from affine_attention.ops.fused import alone, choose, cudnn, sum_table
 
 from .test_cudnn import AFFINE, ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
 
@@ -148,6 +148,10 @@ def test_which_calls_it_serves(monkeypatch):
     assert not served(softmax_scale=-0.1)
     assert not served(query=query[..., :1].expand(1, 128, 1024, 72))
     assert not served(query=query[:, :127])
+    causal = Visibility(1, 1024, 1024, "cpu", is_causal=True)
+    assert "one kernel forward" in choose._why_cudnn(query, query, causal, True)
+    assert "between fused passes" in choose._why_cudnn(query[:, :127], query, causal, True)
+    assert "between fused passes" in choose._why_cudnn(query, query, causal, False)
     monkeypatch.setattr(alone, "capability_of", lambda x: 100)
     assert not served()
 
