@@ -149,7 +149,8 @@ def activation_bytes(config: Any, half: bool) -> int:
 def _loss_bytes(config: Any, tokens: int, size: int, with_teacher: bool, device_type: str) -> float:
     logits = min(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]), tokens * config.vocab_size * size)
     head = config.vocab_size * config.hidden_size
-    return float(logits * (2 if with_teacher else 1) + 4 * head + 2 * size * tokens * config.hidden_size)
+    teacher_share = 0.5 if device_type == "cpu" else 1.0  # of the student's logits: chunks.py
+    return float(logits * (1 + teacher_share * with_teacher) + 4 * head + 2 * size * tokens * config.hidden_size)
 
 
 def describe_run(recipe: Recipe, ranks: int = 1) -> str:

@@ -16,17 +16,22 @@ temperature. It is part of `kd`, so that total is the sum of what is reported.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .rows import ROOM, plain_rows
+
 IGNORED = -100
 DIVERGENCES = ("forward_kl", "soft_cross_entropy")
-CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # of one model's logits; measured in benchmarks/distill.py
-CACHE_BYTES = 2**23  # logits that the CPU takes through all passes at once: in its cache, but not too many small calls
+CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}  # of the student's logits; measured in benchmarks/distill.py
+CACHE_BYTES = 2**21  # logits that the CPU takes through all passes at once: in its cache, but not too many small calls
+VOCABULARY_SLICE = 1024  # tokens whose logits one fp32 product makes on the CPU; more calls would suffer from busy cores
 
 
 class LossParts(NamedTuple):
@@ -100,7 +105,8 @@ def chunked_loss(
         compute_dtype: of the student's matrix products and logits; softmax and sums are fp32 (fp64 for fp64). By
             default that of autocast, if it is on, else that of the hidden states.
         teacher_dtype: the same for the teacher.
-        chunk_bytes: about how much one model's logits may take at a time; 128 MiB on the CPU, 512 MiB on a GPU.
+        chunk_bytes: about how much the student's logits may take at a time; 256 MiB on the CPU, 512 MiB on a GPU. The
+            teacher's take half of that on the CPU, the same on a GPU.
 
     The gradients can be had once: a second backward through the same loss raises.
     """
@@ -148,10 +154,17 @@ class _Projection:
     def logits(self, positions: Tensor, out_CV: Tensor) -> Tensor:
         """Writes the raw logits of some positions into `out_CV`; returns the hidden states that made them."""
         hidden_CM = self.hidden_NM[positions].to(self.weight_VM.dtype)
-        if self.bias_V is None:
-            torch.mm(hidden_CM, self.weight_VM.T, out=out_CV)
-        else:
-            torch.addmm(self.bias_V, hidden_CM, self.weight_VM.T, out=out_CV)
+        vocabulary = self.weight_VM.shape[0]
+        # A few hundred rows by a whole vocabulary is a shape that takes the CPU up to a sixth longer.
+        sliced = hidden_CM.is_cpu and hidden_CM.dtype == torch.float32
+        step = VOCABULARY_SLICE if sliced else max(vocabulary, 1)
+        for start in range(0, vocabulary, step):
+            part = slice(start, start + step)
+            weight_MS, out_CS = self.weight_VM[part].T, out_CV[:, part]
+            if self.bias_V is None:
+                torch.mm(hidden_CM, weight_MS, out=out_CS)
+            else:
+                torch.addmm(self.bias_V[part], hidden_CM, weight_MS, out=out_CS)
         return hidden_CM
 
 
@@ -208,19 +221,24 @@ def _forward(
 
     rows = _rows_of_a_chunk(count, vocabulary, work)
     logits = torch.empty(rows, vocabulary, dtype=work.dtype, device=hidden_NM.device)
+    # The two gradients gain from many rows, and they are the student's: on the CPU the teacher goes by half a chunk,
+    # which is a sixth of the memory, and of the time in which fresh pages are found for it.
+    part_rows = math.ceil(rows / 2) if logits.is_cpu else rows
     teacher_logits = None
     if work.teacher is not None:
-        teacher_logits = torch.empty_like(logits, dtype=work.teacher.weight_VM.dtype)
+        teacher_logits = torch.empty_like(logits[:part_rows], dtype=work.teacher.weight_VM.dtype)
     for start in range(0, count, rows):
         chunk = slice(start, min(start + rows, count))
         positions = work.positions[chunk]
         student_CV = logits[: len(positions)]
         hidden_CM = student.logits(positions, student_CV)
-        teacher_CV = None
-        if work.teacher is not None and teacher_logits is not None:
-            teacher_CV = teacher_logits[: len(positions)]
-            work.teacher.logits(positions, teacher_CV)
-        _rows_loss(student_CV, teacher_CV, work, chunk, kd_N[chunk], ce_N[chunk], any(needs))
+        for first in range(chunk.start, chunk.stop, part_rows):
+            part = slice(first, min(first + part_rows, chunk.stop))
+            student_PV, teacher_PV = student_CV[first - start : part.stop - start], None
+            if work.teacher is not None and teacher_logits is not None:
+                teacher_PV = teacher_logits[: len(student_PV)]
+                work.teacher.logits(work.positions[part], teacher_PV)
+            _rows_loss(student_PV, teacher_PV, work, part, kd_N[part], ce_N[part], any(needs))
         # From here on student_CV holds the gradient of the logits.
         if grad_hidden is not None:
             grad_hidden.index_copy_(0, positions, student_CV @ student.weight_VM)
@@ -261,73 +279,23 @@ def _rows_loss(
     """Writes each token's kd and ce, and puts the gradient of its logits in the place of the student's logits."""
     labels_C = work.labels[chunk]
     teacher_softcap = work.teacher.softcap if work.teacher is not None else None
-    rows_function, rows = plain_rows, max(CACHE_BYTES // (4 * student_CV.shape[1]), 1)
-    if student_CV.is_cuda:
-        rows = len(labels_C)
-        if student_CV.dtype != torch.float64 and find_spec("triton"):
-            from .kernel import fused_rows as rows_function
+    rows_function: Callable[..., None] = plain_rows
+    rows = len(labels_C)
+    if student_CV.is_cpu:
+        rows = min(max(CACHE_BYTES // (kd_C.dtype.itemsize * student_CV.shape[1]), 1), rows)
+        # Memory that is asked for anew for every few rows may come as fresh pages, which cost more than the arithmetic.
+        room = torch.empty(ROOM, rows, student_CV.shape[1], dtype=kd_C.dtype)
+        rows_function = partial(plain_rows, room=room)
+    elif student_CV.is_cuda and student_CV.dtype != torch.float64 and find_spec("triton"):
+        from .kernel import fused_rows
+
+        rows_function = fused_rows
     for start in range(0, len(labels_C), rows):
         block = slice(start, start + rows)
         rows_function(
             student_CV[block], None if teacher_CV is None else teacher_CV[block], labels_C[block], work.terms,
             work.softcap, teacher_softcap, kd_C[block], ce_C[block], grad,
         )  # fmt: skip
-
-
-def plain_rows(
-    student_CV: Tensor,
-    teacher_CV: Tensor | None,
-    labels_C: Tensor,
-    terms: Terms,
-    softcap: float | None,
-    teacher_softcap: float | None,
-    kd_C: Tensor,
-    ce_C: Tensor,
-    grad: bool,
-) -> None:
-    """The formula of this file for some rows of raw logits: one exponential a logit, everything else in place."""
-    temperature = terms.temperature
-    x = student_CV.to(kd_C.dtype)
-    tanh = x.div_(softcap).tanh_() if softcap else None
-    x = tanh * softcap if tanh is not None and softcap else x
-    x -= x.amax(-1, keepdim=True)
-    q = torch.softmax(x, -1)
-    log_z = -q.amax(-1).log_()  # the largest of x is 0, so the largest of q is 1 / z
-    ce_C.copy_(log_z - x.gather(1, labels_C[:, None])[:, 0])
-    slope = None  # of the total by the capped logits
-    if teacher_CV is not None:
-        y = teacher_CV.to(kd_C.dtype)
-        y = y.div_(teacher_softcap).tanh_().mul_(teacher_softcap) if teacher_softcap else y
-        y -= y.amax(-1, keepdim=True)
-        hot_q = q
-        if temperature != 1:
-            x /= temperature
-            y /= temperature
-            hot_q = torch.softmax(x, -1)
-            log_z = -hot_q.amax(-1).log_()
-        p = torch.softmax(y, -1)
-        if terms.divergence == "forward_kl":
-            log_z += p.amax(-1).log_()
-            kd_C.copy_(log_z + torch.linalg.vecdot(p, y.sub_(x)))
-        else:
-            kd_C.copy_(log_z - torch.linalg.vecdot(p, x))
-        kd_C *= temperature**2
-        if grad:
-            factor = terms.kd_weight * temperature
-            if hot_q is q:
-                slope = q.mul_(factor + terms.ce_weight) if factor + terms.ce_weight != 1 else q
-            else:
-                slope = hot_q.mul_(factor).add_(q, alpha=terms.ce_weight)
-            slope.sub_(p, alpha=factor)
-    elif grad:
-        slope = q.mul_(terms.ce_weight)
-    if slope is None:
-        return
-    if terms.ce_weight:
-        slope.scatter_add_(1, labels_C[:, None], slope.new_full((len(labels_C), 1), -terms.ce_weight))
-    if tanh is not None:
-        slope *= tanh.square_().neg_().add_(1)
-    student_CV.copy_(slope)
 
 
 def _default_dtype(hidden: Tensor) -> torch.dtype:

@@ -35,7 +35,8 @@ class DistillLoss:
             has no gradient.
         truncate_vocabulary: where the two vocabularies have different sizes, cut the larger to the smaller; without it
             that is an error. Right where the difference is padding.
-        chunk_bytes: about how much one model's logits may take at a time; 128 MiB on the CPU, 512 MiB on a GPU.
+        chunk_bytes: about how much the student's logits may take at a time; 256 MiB on the CPU, 512 MiB on a GPU. The
+            teacher's take half of that on the CPU, the same on a GPU.
     """
 
     def __init__(
