@@ -31,7 +31,7 @@ IGNORED = -100
 DIVERGENCES = ("forward_kl", "soft_cross_entropy")
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}  # of the student's logits; measured in benchmarks/distill.py
 CACHE_BYTES = 2**21  # logits that the CPU takes through all passes at once: in its cache, but not too many small calls
-VOCABULARY_SLICE = 1024  # tokens whose logits one fp32 product makes on the CPU; more calls would suffer from busy cores
+VOCABULARY_SLICE = 1024  # tokens whose logits one fp32 product makes on the CPU; smaller ones mind busy cores more
 
 
 class LossParts(NamedTuple):

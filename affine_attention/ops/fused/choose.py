@@ -63,9 +63,7 @@ def _why_cudnn(query: Tensor, key: Tensor, visibility: Visibility, has_mechanism
         from .alone import forwards_alone
 
         if forwards_alone(query, key, visibility.is_causal, 1.0):
-            return (
-                "a large causal call, head dim up to 64: one kernel forward, cuDNN backward is the fastest measured"
-            )
+            return "a large causal call, head dim up to 64: one kernel forward, cuDNN backward is the fastest measured"
     return "plain causal or full attention: cuDNN between fused passes is the fastest measured"
 
 
