@@ -31,7 +31,6 @@ IGNORED = -100
 DIVERGENCES = ("forward_kl", "soft_cross_entropy")
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}  # of the student's logits; measured in benchmarks/distill.py
 CACHE_BYTES = 2**21  # logits that the CPU takes through all passes at once: in its cache, but not too many small calls
-VOCABULARY_SLICE = 1024  # tokens whose logits one fp32 product makes on the CPU; smaller ones mind busy cores more
 
 
 class LossParts(NamedTuple):
@@ -154,17 +153,10 @@ class _Projection:
     def logits(self, positions: Tensor, out_CV: Tensor) -> Tensor:
         """Writes the raw logits of some positions into `out_CV`; returns the hidden states that made them."""
         hidden_CM = self.hidden_NM[positions].to(self.weight_VM.dtype)
-        vocabulary = self.weight_VM.shape[0]
-        # A few hundred rows by a whole vocabulary is a shape that takes the CPU up to a sixth longer.
-        sliced = hidden_CM.is_cpu and hidden_CM.dtype == torch.float32
-        step = VOCABULARY_SLICE if sliced else max(vocabulary, 1)
-        for start in range(0, vocabulary, step):
-            part = slice(start, start + step)
-            weight_MS, out_CS = self.weight_VM[part].T, out_CV[:, part]
-            if self.bias_V is None:
-                torch.mm(hidden_CM, weight_MS, out=out_CS)
-            else:
-                torch.addmm(self.bias_V[part], hidden_CM, weight_MS, out=out_CS)
+        if self.bias_V is None:
+            torch.mm(hidden_CM, self.weight_VM.T, out=out_CV)
+        else:
+            torch.addmm(self.bias_V, hidden_CM, self.weight_VM.T, out=out_CV)
         return hidden_CM
 
 
