@@ -14,11 +14,12 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ...cache import default_cache
 from .corpus import Corpus
 from .heldout import CopySplit, FractionSplit, Split
 from .readers import DocumentRule
 from .sources import Layout, Source, find_sources
-from .store import PartWriter, TokenPart, cached, default_cache
+from .store import PartWriter, TokenPart, cached
 from .tokenizer import DocumentEncoder, batched, check_vocabulary_size, load_tokenizer, train_tokenizer
 
 FORMAT = 1  # of the cache and the fingerprint; a change makes every old folder unseen

@@ -24,11 +24,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # told by a write, without 
 SEAL = "whole.json"  # written last: names every file and its size
 
 
-def default_cache() -> Path:
-    """The user's cache folder: $XDG_CACHE_HOME/affine_attention, or ~/.cache/affine_attention."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "affine_attention"
-
-
 def cached(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
     """The folder cache/key. `write` fills an empty folder where there is none yet, or a damaged one."""
     target = cache / key

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from ...cache import default_cache
 from ..data.packing import PackedDataset, collate
-from ..data.store import cached, default_cache
+from ..data.store import cached
 from .heads import TEACHER_HIDDEN, run_headless
 
 FORMAT = 1  # of the file; a change makes every old one unseen

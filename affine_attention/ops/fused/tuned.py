@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 
+from ...cache import default_cache
 from .configs import HEAD_DIMS, KERNELS, Config, shipped_config
 
 SCHEMA = 1
@@ -41,9 +42,8 @@ def _tuned(device: torch.device) -> dict[Key, Config]:
 
 def file_of(gpu: str) -> Path:
     """Where the tile sizes of a kind of GPU are kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "affine_attention"
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-").lower()
-    return cache / "tuned" / f"{name}-triton-{triton.__version__}.json"
+    return default_cache() / "tuned" / f"{name}-triton-{triton.__version__}.json"
 
 
 def save(gpu: str, configs: dict[Key, Config], about: dict[str, Any]) -> Path:

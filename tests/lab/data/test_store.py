@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from affine_attention.lab.data.store import SEAL, PartWriter, TokenPart, cached, default_cache, is_whole
+from affine_attention.lab.data.store import SEAL, PartWriter, TokenPart, cached, is_whole
 
 DOCUMENTS = [np.arange(n, dtype="<u4") + 70000 for n in (3, 1, 5)]
 
@@ -141,11 +141,3 @@ def test_a_killed_writer_is_no_hindrance(tmp_path):
     assert len(names(cache)) == 1  # what it had begun
     write_in_cache(cache, 0, log)
     assert names(cache) == ["key"]
-
-
-def test_the_default_is_the_users_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "affine_attention"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / ".cache" / "affine_attention"
