@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,6 +11,7 @@ from affine_attention.ops.visibility import Visibility
 pytest.importorskip("triton")
 from affine_attention.ops.fused import alone, choose, cudnn, sum_table
 
+from ...interpreter import run_in_the_interpreter
 from .test_cudnn import AFFINE, ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs a GPU")
@@ -158,7 +155,4 @@ def test_which_calls_it_serves(monkeypatch):
 
 @outside
 def test_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_in_the_interpreter(__file__)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from affine_attention.ops.fused import sum_table
 
+from ...interpreter import run_in_the_interpreter
 from .test_cudnn import DEVICE, DTYPES, needs_triton, outside
 
 
@@ -37,7 +34,4 @@ def test_blocks_divide_the_tiles_of_the_forward():
 
 @outside
 def test_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_in_the_interpreter(__file__)

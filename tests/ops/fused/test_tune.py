@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,6 +9,7 @@ pytest.importorskip("triton")
 from affine_attention.ops.fused import configs, tune, tuned
 from affine_attention.ops.fused.configs import KERNELS, Config
 
+from ...interpreter import run_in_the_interpreter
 from .test_cudnn import DEVICE, DTYPES, INTERPRETED, needs_triton, outside
 
 SMALL = {kernel: [Config(16, 16, 4, 1), Config(32, 32, 4, 1)] for kernel in KERNELS}
@@ -99,7 +96,4 @@ def test_refusals(arguments, word):
 
 @outside
 def test_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_in_the_interpreter(__file__)
