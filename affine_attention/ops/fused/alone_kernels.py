@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .launch import GRID_NUMBERS
-from .tiles import LOG2E, load_row_scalars, load_tile, scheduled_block, store_tile
+from .tiles import LOG2E, load_row_scalars, load_tile, scheduled_block, start_softmax, store_tile
 
 
 @triton.jit
@@ -46,13 +46,7 @@ def causal_kernel(
     rows = tl.arange(0, BLOCK_M)
     queries = block * BLOCK_M + rows
 
-    # The sink is a key without a value: it starts the softmax, and so is in lse.
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sink is not None:
-        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
-        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
-        row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    row_max, row_sum = start_softmax(sink, head, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     wide_tiles = block * BLOCK_M // WIDE

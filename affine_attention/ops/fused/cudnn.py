@@ -133,7 +133,7 @@ def _forward(
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
     shift = keeps and _shifts(alpha, gate, nonnegative_alpha)
-    table = torch.empty(0 if beta is None else sum_table.table_shape(value), dtype=torch.float32, device=query.device)
+    table = query.new_empty(0, dtype=torch.float32) if beta is None else sum_table.new_table(value)
     if forwards_alone(query, key, is_causal, softmax_scale):
         out, core, lse = forward_alone(
             query, key, value, alpha, beta, sink, gate, softmax_scale,

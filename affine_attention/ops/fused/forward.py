@@ -18,6 +18,7 @@ from .tiles import (
     needs_shield,
     scheduled_block,
     span_phase,
+    start_softmax,
     store_tile,
     sum_full_tiles,
     tile_span,
@@ -128,13 +129,7 @@ def _forward_kernel(
         of_block = ranges + (batch * num_blocks + block) * 4
     span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
 
-    # The sink is a key without a value: it starts the softmax, and so is in lse.
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sink is not None:
-        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
-        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
-        row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    row_max, row_sum = start_softmax(sink, head, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -146,6 +146,21 @@ def store_row_scalars(pointer, strides, batch, head, rows, length, numbers):
 
 
 @triton.jit
+def start_softmax(sink, head, BLOCK_M: tl.constexpr):
+    """(largest score, sum) of BLOCK_M rows before their first key, in units of log2.
+
+    The sink is a key without a value: it starts the softmax, and so is in lse.
+    """
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sink is not None:
+        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
+        row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    return row_max, row_sum
+
+
+@triton.jit
 def is_finite(x):
     """False for NaN and infinity."""
     return tl.abs(x).to(tl.float32) < float("inf")
