@@ -3,8 +3,8 @@
 Rules, in this order (docs/kernels.md has the measurements):
 - decode: up to 16 queries and no gradient, against more keys than queries: one pass over the cache, split over keys;
 - cudnn: plain causal or full attention in bf16 or fp16 on compute capability 9.0 and newer, where cuDNN between fused
-  passes, or behind a forward in one kernel, is the fastest that was measured (not under
-  torch.use_deterministic_algorithms: its backward is not);
+  passes, or one kernel in the place of its forward or backward, is the fastest that was measured (not under
+  torch.use_deterministic_algorithms: neither backward is);
 - flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
 """
 
@@ -59,11 +59,15 @@ def choose_fused(
 
 def _why_cudnn(query: Tensor, key: Tensor, visibility: Visibility, has_mechanism: bool) -> str:
     # A compiled graph would be bound to the sizes that the question looks at, for a sentence that it never shows.
-    if has_mechanism and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         from .alone import forwards_alone
+        from .alone_backward import backwards_alone
 
-        if forwards_alone(query, key, visibility.is_causal, 1.0):
-            return "a large causal call, head dim up to 64: one kernel forward, cuDNN backward is the fastest measured"
+        forward = has_mechanism and forwards_alone(query, key, visibility.is_causal, 1.0)
+        backward = backwards_alone(query, key, visibility.is_causal, 1.0)
+        if forward or backward:
+            routes = ["one kernel" if alone else "cuDNN" for alone in (forward, backward)]
+            return f"a large causal call: {routes[0]} forward, {routes[1]} backward is the fastest measured"
     return "plain causal or full attention: cuDNN between fused passes is the fastest measured"
 
 

@@ -2,9 +2,9 @@
 
 Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
 cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Backward: one pass over dOut and O (B1 to
-B5), beside cuDNN's backward where alpha >= 0 is promised and before it otherwise, and one pass over dV (B6). cuDNN's
-backward takes `out` and `logsumexp` as inputs, so the pair with sink and alpha inside gives exact gradients. Kept for
-backward: query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All
+B5), beside cuDNN's backward where alpha >= 0 is promised and before it otherwise, and one pass over dV (B6); or the
+first pass (B7) and one kernel of our own (alone_backward.py). cuDNN's backward takes `out` and `logsumexp` as inputs, so
+the pair with sink and alpha inside gives exact gradients. Kept for backward: query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All
 is registered with torch.library, so that compiled graphs hold it in one piece.
 """
 
@@ -18,6 +18,7 @@ from ..sdpa import CpuFlash, CudnnAttention
 from ..visibility import Visibility
 from . import on_device, sum_table
 from .alone import forward_alone, forwards_alone
+from .alone_backward import backwards_alone, input_gradients, new_row_numbers
 from .cudnn_kernels import add_later_kernel, epilogue_kernel, prologue_kernel
 from .relaunch import relaunch
 from .side import Side
@@ -204,14 +205,16 @@ def _backward(
     grad_out = _packed_rows(grad_out)
     shift = _shifts(alpha, gate, nonnegative_alpha)
     grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
-    same_layout = gate is None and grad_out.stride() == core.stride()
+    alone = backwards_alone(query, key, is_causal, softmax_scale)
+    row_numbers = new_row_numbers(query) if alone else None
     # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    grad_core = None if same_layout and (shift or alpha is None) else torch.empty_like(core)
+    as_it_is = gate is None and (shift or alpha is None) and (alone or grad_out.stride() == core.stride())
+    grad_core = None if as_it_is else torch.empty_like(core)
     parts = None if sink is None else lse.new_empty(batch, heads, blocks)
     weighted = weighted_table = None
     if beta is not None:
         weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
-        if is_causal and repeats > 1:
+        if is_causal and repeats > 1 and not alone:
             # bf16 has the range of fp32; fp16 would lose small beta * E altogether.
             dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
             weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
@@ -222,12 +225,14 @@ def _backward(
             (
                 grad_out, core, lse, value, table, alpha, beta, sink, gate,
                 grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
-                None if gate is None else grad_gate, parts, weighted, weighted_table,
+                None if gate is None else grad_gate, parts, weighted, weighted_table, row_numbers,
             ),
             (
                 *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
                 *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
-                num_queries, blocks, key_blocks, heads, repeats, shift, is_causal, dim, block, padded(dim),
+                num_queries, blocks, key_blocks, heads, softmax_scale,
+                0 if row_numbers is None else row_numbers.shape[-1],
+                repeats, shift, is_causal, dim, block, padded(dim),
             ),
             num_warps=warps_of(dim, ELEMENTS),
         )  # fmt: skip
@@ -235,17 +240,23 @@ def _backward(
             sum_table.scan(weighted_table)
 
     side = Side(query)
-    if grad_core is not None:
-        run_prologue()  # cuDNN waits for what it writes
-    grad_query, grad_key, grad_value = _attend_backward(
-        grad_out if grad_core is None else grad_core, query, key, value, core, lse, is_causal, softmax_scale
-    )
-    if grad_core is None and (alpha is not None or beta is not None or sink is not None):
-        side.run(run_prologue, PAUSE + 2 * query.numel() * query.element_size() // BYTES_A_CYCLE)
-    side.join()
+    if alone or grad_core is not None:
+        run_prologue()  # what follows waits for what it writes
+    inner_grad = grad_out if grad_core is None else grad_core
+    if row_numbers is not None:
+        grad_query, grad_key, grad_value = input_gradients(
+            inner_grad, query, key, value, row_numbers, weighted_table, softmax_scale
+        )
+    else:
+        grad_query, grad_key, grad_value = _attend_backward(
+            inner_grad, query, key, value, core, lse, is_causal, softmax_scale
+        )
+        if grad_core is None and (alpha is not None or beta is not None or sink is not None):
+            side.run(run_prologue, PAUSE + 2 * query.numel() * query.element_size() // BYTES_A_CYCLE)
+        side.join()
     if sink is not None and parts is not None:
         grad_sink = parts.sum((0, 2)).to(sink.dtype)
-    if beta is not None:
+    if beta is not None and not alone:
         direct = weighted is None
         source = grad_out if weighted is None else weighted
         gated = gate if direct else None

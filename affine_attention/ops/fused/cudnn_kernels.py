@@ -12,6 +12,8 @@ B5  the gradient that cuDNN gets: alpha E. Or E itself with lse_i - log(alpha_i)
     cuDNN then forms exp(s - lse + log alpha) = alpha P, and alpha P (dP - E.O) = P (alpha dP - delta). alpha = 0 gives
     lse = +inf, and weights of 0. In B4 exp(sink - lse) then holds alpha already.
 B6  dV_j += sum of beta_i E_i over the queries i that see j  (the transpose of F8)
+B7  what the backward in one kernel (alone_backward_kernels.py) gets in cuDNN's place: E with the sign of alpha, and for
+    every row -(lse_i - log|alpha_i|) / softmax_scale, -E_i . O_i and beta_i, both with that sign
 
 Every pass reads and writes its [B, H, T, D] tensors once. Sums and row quantities are fp32; no atomics.
 """
@@ -176,17 +178,17 @@ def epilogue_kernel(
 @triton.jit
 def prologue_kernel(
     grad_out, core, lse, value, table, alpha, beta, sink, gate,
-    grad_core, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table,
+    grad_core, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table, row_numbers,
     go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
-    num_queries, num_blocks, key_blocks, heads,
+    num_queries, num_blocks, key_blocks, heads, softmax_scale, row_length,
     HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """B1 to B5, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
+    """B1 to B5 or B7, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
-    SHIFT: lse holds alpha (B5). Writes, where the pointer is not None: grad_core = alpha E, with SHIFT E (strides of
-    core); grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of
+    SHIFT: lse holds alpha (B5). Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7);
+    grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of
     beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
     num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
     """
@@ -252,8 +254,22 @@ def prologue_kernel(
         if beta is not None:
             tl.store(grad_beta + row_place, tl.sum(grad * sums, axis=1), mask=row_ok)
             weighted_sum += beta_rows[:, None] * grad
-        if grad_core is not None:
+        if row_numbers is not None:
+            new_lse = tl.load(lse + lse_place, mask=row_ok, other=0.0)
+            sign = tl.full([BLOCK], 1.0, tl.float32)
             if (alpha is not None) and (not SHIFT):
+                new_lse -= tl.log(tl.abs(alpha_rows))
+                sign = tl.where(alpha_rows < 0, -1.0, 1.0)
+                grad = grad * sign[:, None]
+            # From E as the next kernel reads it: where E . v and E . O cancel, they must have been rounded alike.
+            rounded = grad.to(grad_out.dtype.element_ty).to(tl.float32)
+            numbers = row_numbers + (batch * heads + head) * 4 * row_length + first_row + rows
+            tl.store(numbers, -new_lse / softmax_scale, mask=row_ok)
+            tl.store(numbers + row_length, -tl.sum(rounded * o, axis=1), mask=row_ok)
+            if beta is not None:
+                tl.store(numbers + 2 * row_length, beta_rows * sign, mask=row_ok)
+        if grad_core is not None:
+            if (alpha is not None) and (not SHIFT) and (row_numbers is None):
                 grad = grad * alpha_rows[:, None]
             core_outer = batch * core_b + head * core_h + first_row * core_t
             tl.store(grad_core + core_outer + core_inner, grad, mask=ok)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import INTERPRETED
 
@@ -46,6 +45,6 @@ def _kind(x: Any) -> Any:
     """As much of an argument as decides which variant of a kernel takes it."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() & ALIGNED == 0, x.get_device()
-    if isinstance(x, TensorDescriptor):
+    if x is not None and hasattr(x, "block_shape"):  # a descriptor of Triton's or of Gluon's, which has a layout
         return x.base.dtype, *x.block_shape
     return x

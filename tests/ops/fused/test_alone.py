@@ -9,7 +9,7 @@ from affine_attention.ops.reference import reference_attention
 from affine_attention.ops.visibility import Visibility
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import alone, choose, cudnn, sum_table
+from affine_attention.ops.fused import alone, alone_backward, choose, cudnn, sum_table
 
 from ...interpreter import run_in_the_interpreter
 from .test_cudnn import AFFINE, ALL, DEVICE, DTYPES, INTERPRETED, assert_right, make, needs_triton, outside
@@ -135,6 +135,7 @@ def test_which_calls_it_serves(monkeypatch):
         is_cuda = True
 
     monkeypatch.setattr(alone, "capability_of", lambda x: 90)
+    monkeypatch.setattr(alone_backward, "capability_of", lambda x: 100)
     query = torch.zeros(1).as_subclass(Query).expand(1, 128, 1024, 64)
 
     def served(query=query, is_causal=True, softmax_scale=0.1):
@@ -146,7 +147,7 @@ def test_which_calls_it_serves(monkeypatch):
     assert not served(query=query[..., :1].expand(1, 128, 1024, 72))
     assert not served(query=query[:, :127])
     causal = Visibility(1, 1024, 1024, "cpu", is_causal=True)
-    assert "one kernel forward" in choose._why_cudnn(query, query, causal, True)
+    assert "one kernel forward, cuDNN backward" in choose._why_cudnn(query, query, causal, True)
     assert "between fused passes" in choose._why_cudnn(query[:, :127], query, causal, True)
     assert "between fused passes" in choose._why_cudnn(query, query, causal, False)
     monkeypatch.setattr(alone, "capability_of", lambda x: 100)

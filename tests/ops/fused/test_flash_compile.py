@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +30,20 @@ def test_shipped_configurations_compile_and_fit(capability: int) -> None:
     shared = json.loads(result.stdout.splitlines()[-1])
     assert {name.split()[0] for name in shared} >= {"_forward_kernel", "_query_grad_kernel", "_key_grad_kernel"}
     assert ("causal_kernel 64" in shared) == (capability == 90)
+    assert ("gradients_kernel 128" in shared) == (capability == 90)
     assert all(size <= SHARED_MEMORY[capability] for size in shared.values()), shared
+
+
+def _local_memory(cubin: bytes) -> int:
+    """Bytes of a thread's stack: where registers do not suffice, their contents go there."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
 
 
 def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
@@ -37,7 +53,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from affine_attention.ops.fused import alone, configs, launch, sum_table
+    from affine_attention.ops.fused import alone, alone_backward, configs, launch, sum_table
     from affine_attention.ops.fused.backward import launch_backward
     from affine_attention.ops.fused.forward import launch_forward
 
@@ -63,6 +79,8 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         name = f"{kernel.name} {dim}"
         shared[name] = max(kernel.metadata.shared, shared.get(name, 0))
+        if kernel.name == "gradients_kernel":
+            assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers: it would be half as fast"
 
     driver.set_active(Driver())
     JITFunction.run = compile_only
@@ -85,6 +103,10 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         if capability == 90 and dim <= alone.MAX_HEAD_DIM:
             table = sum_table.new_table(value)
             alone.forward_alone(query, key, value, **parts, softmax_scale=0.1, table=table, keeps=True, shift=False)
+        if capability == 90 and dim in alone_backward.HEAD_DIMS:
+            numbers = alone_backward.new_row_numbers(query)
+            for table in (sum_table.new_table(value), None):
+                alone_backward.input_gradients(query, query, key, value, numbers, table, 0.1)
     return shared
 
 
