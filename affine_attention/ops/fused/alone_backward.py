@@ -1,7 +1,7 @@
 """The backward of large causal calls in one kernel of our own, on Hopper: dQ, dK and dV from what B7 has written.
 
 It takes the place of cuDNN's backward, is faster at most sizes, and adds beta's part of dV on the way. For dQ it needs
-two numbers of fp32 a program can add to; where they would take more memory than cuDNN's own, the call runs in parts.
+sums in fp32 that programs add to; where these would take more memory than cuDNN's own, the call runs in parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from . import capability_of, side
-from .launch import ALIGNMENT, L2_BYTES, align
+from .launch import ALIGNMENT, align
 from .relaunch import relaunch
 from .sum_table import block_of
 from .tiles import LOG2E
@@ -23,6 +23,9 @@ HEAD_DIMS = range(40, 129, 8)  # below, tiles of 64 columns are mostly empty
 # Gluon is experimental: versions in which the kernel compiles to what was measured, without spilled registers.
 TRITON_VERSIONS = ((3, 6), (3, 7))
 ROW_UNIT = ALIGNMENT // 4
+# cuDNN repeats dK and dV for grouped heads, in fp32 sums of its own. With one head to a group it does not: half of dQ's
+# sums at a time then make up for O, which is kept beside the output.
+PARTS_OF_LONE_HEADS = 2
 
 
 class Sizes(NamedTuple):
@@ -34,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 # Measured on an H200. 128 queries to a tile where their scores fit the registers; shared memory holds one program.
-NARROW, WIDE = Sizes(128, 128, 2), Sizes(64, 128, 3)
+NARROW, WIDE = Sizes(128, 128, 3), Sizes(64, 128, 3)
 
 
 @functools.cache
@@ -58,12 +61,16 @@ def backwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: 
     return on_hopper and why_not_here() is None
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU: each holds one program."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def new_row_numbers(query: Tensor) -> Tensor:
     """Unwritten numbers of the rows for B7: [B, H, 4, T], T in whole units of what a descriptor can address."""
     batch, heads, length = query.shape[:3]
-    return torch.empty(
-        batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT, dtype=torch.float32, device=query.device
-    )
+    return torch.empty(batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT, dtype=torch.float32, device=query.device)
 
 
 def input_gradients(
@@ -104,12 +111,13 @@ def input_gradients(
     )  # fmt: skip
     of_queries = (describe(query, sizes.block_m), describe(grad, sizes.block_m))
     of_keys = tuple(describe(x, sizes.block_n) for x in (key, value, grad_key, grad_value))
-    fitting = max(1, L2_BYTES // (2 * length * dim * query.element_size() * repeats))
+    blocks = -(-length // sizes.block_n)
+    # The programs that run at once are the blocks of a few heads, all of them, longest first: their queries meet in the
+    # L2 cache, and they end together. Twice or half as many heads were up to 7 % slower.
+    section = max(1, processors(query.device) // blocks)
 
     slots = batch * groups
-    # cuDNN repeats dK and dV for grouped heads. With one head to a group it does not: half of dQ's sums at a time then
-    # make up for O, which is kept beside the output.
-    part = -(-slots // 2) if repeats == 1 else slots
+    part = -(-slots // PARTS_OF_LONE_HEADS) if repeats == 1 else slots
     sums = torch.empty(part * repeats * tiles * tile_rows, ADDED.value, dtype=torch.float32, device=query.device)
     sums_desc = TensorDescriptor(
         sums, list(sums.shape), [ADDED.value, 1], [tile_rows, ADDED.value], gl.NVMMASharedLayout(0, 32, 2)
@@ -118,11 +126,11 @@ def input_gradients(
         here = min(part, slots - first)
         sums.zero_()
         relaunch(
-            gradients_kernel, (-(-length // sizes.block_n) * here,),
+            gradients_kernel, (blocks * here,),
             (of_queries[0], *of_keys[:2], of_queries[1], rows_desc, *of_keys[2:], sums_desc, later_sums),
             (
                 softmax_scale, softmax_scale * LOG2E.value, length,
-                0 if later_sums is None else later_sums.shape[2] - 1, first, heads, groups, here, min(fitting, here),
+                0 if later_sums is None else later_sums.shape[2] - 1, first, heads, groups, here, min(section, here),
                 *sizes[:2], dim, block_d, block_of(dim), sizes.stages,
             ),
             num_warps=WARPS.value,

@@ -13,7 +13,7 @@ constant along the keys: beyond the program's own block it is a row of a table (
 small product.
 
 Three kinds of warps: one loads tiles, one adds finished tiles of dQ to memory in fp32, eight multiply. They meet at
-barriers in shared memory. The order of the additions is not fixed: under deterministic algorithms the flash kernels run.
+barriers in shared memory. The order of the additions is not fixed: deterministic calls go to the flash kernels.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its nam
 def async_add(tensor_desc, coord, source, _semantic=None):
     """Adds a tile of shared memory to global memory, by the copy engine."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, source.handle
-    )
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, source.handle)
 
 
 @gluon.constexpr_function

@@ -3,9 +3,10 @@
 Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
 cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Backward: one pass over dOut and O (B1 to
 B5), beside cuDNN's backward where alpha >= 0 is promised and before it otherwise, and one pass over dV (B6); or the
-first pass (B7) and one kernel of our own (alone_backward.py). cuDNN's backward takes `out` and `logsumexp` as inputs, so
-the pair with sink and alpha inside gives exact gradients. Kept for backward: query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All
-is registered with torch.library, so that compiled graphs hold it in one piece.
+first pass (B7) and one kernel of our own (alone_backward.py). cuDNN's backward takes `out` and `logsumexp` as inputs,
+so the pair with sink and alpha inside gives exact gradients. Kept for backward: query, key, value, O, lse, the small
+inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is registered with torch.library, so that
+compiled graphs hold it in one piece.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CUDNN = CudnnAttention("cudnn")
 # The interpreter has no CUDA: there the CPU kernel stands in cuDNN's place, so that the whole route can be tested.
 STAND_IN = CpuFlash("cpu_flash")
 
-ELEMENTS = 32  # of a tile, to a thread; measured on an H200: several 16-byte loads under way
+# Of a tile, to a thread; measured on an H200: several 16-byte loads under way. More where a pass has the GPU to itself.
+ELEMENTS, ELEMENTS_ALONE = 32, 64
 # The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
 PAUSE, BYTES_A_CYCLE = 10_000, 500
 MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
@@ -234,7 +236,7 @@ def _backward(
                 0 if row_numbers is None else row_numbers.shape[-1],
                 repeats, shift, is_causal, dim, block, padded(dim),
             ),
-            num_warps=warps_of(dim, ELEMENTS),
+            num_warps=warps_of(dim, ELEMENTS_ALONE if alone else ELEMENTS),
         )  # fmt: skip
         if weighted_table is not None:
             sum_table.scan(weighted_table)

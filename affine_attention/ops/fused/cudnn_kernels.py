@@ -188,9 +188,10 @@ def prologue_kernel(
     """B1 to B5 or B7, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
     SHIFT: lse holds alpha (B5). Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7);
-    grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of
-    beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
-    num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
+    grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha, grad_beta
+    (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of beta E over the group's heads
+    (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row num_blocks - n of weighted_table, so that
+    one forward scan gives sums over *later* blocks.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS
@@ -261,11 +262,13 @@ def prologue_kernel(
                 new_lse -= tl.log(tl.abs(alpha_rows))
                 sign = tl.where(alpha_rows < 0, -1.0, 1.0)
                 grad = grad * sign[:, None]
-            # From E as the next kernel reads it: where E . v and E . O cancel, they must have been rounded alike.
-            rounded = grad.to(grad_out.dtype.element_ty).to(tl.float32)
+            signed = dalpha * sign
+            if gate is not None:
+                # From E as the next kernel reads it: where E . v and E . O cancel, they must have been rounded alike.
+                signed = tl.sum(grad.to(grad_out.dtype.element_ty).to(tl.float32) * o, axis=1)
             numbers = row_numbers + (batch * heads + head) * 4 * row_length + first_row + rows
             tl.store(numbers, -new_lse / softmax_scale, mask=row_ok)
-            tl.store(numbers + row_length, -tl.sum(rounded * o, axis=1), mask=row_ok)
+            tl.store(numbers + row_length, -signed, mask=row_ok)
             if beta is not None:
                 tl.store(numbers + 2 * row_length, beta_rows * sign, mask=row_ok)
         if grad_core is not None:
