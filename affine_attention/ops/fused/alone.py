@@ -38,7 +38,7 @@ INTERPRETER = HOPPER._replace(options={"num_warps": 4, "num_stages": 1})
 def forwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
     """Whether the call is one for `forward_alone`: measured on Hopper, causal, head dims up to 64, and large."""
     fits = is_causal and query.shape[2] == key.shape[2] and softmax_scale > 0 and query.shape[-1] <= MAX_HEAD_DIM
-    return fits and query.numel() >= side.LARGE and query.is_cuda and 90 <= capability_of(query) < 100
+    return fits and side.is_large(query) and query.is_cuda and 90 <= capability_of(query) < 100
 
 
 def forward_alone(

@@ -20,6 +20,7 @@ from .sum_table import block_of
 from .tiles import LOG2E
 
 HEAD_DIMS = range(40, 129, 8)  # below, tiles of 64 columns are mostly empty
+SHORTEST = 512  # tokens of a sequence; less was not measured
 # Gluon is experimental: versions in which the kernel compiles to what was measured, without spilled registers.
 TRITON_VERSIONS = ((3, 6), (3, 7))
 ROW_UNIT = ALIGNMENT // 4
@@ -55,9 +56,9 @@ def why_not_here() -> str | None:
 
 
 def backwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
-    """Whether the call is one for `input_gradients`: measured on Hopper, causal, head dims 40 to 128, and large."""
+    """Whether the call is one for `input_gradients`: measured on Hopper, causal, head dims 40 to 128, long, large."""
     fits = is_causal and query.shape[2] == key.shape[2] and softmax_scale > 0 and query.shape[-1] in HEAD_DIMS
-    on_hopper = fits and query.numel() >= side.LARGE and query.is_cuda and 90 <= capability_of(query) < 100
+    on_hopper = fits and side.is_large(query, SHORTEST) and query.is_cuda and 90 <= capability_of(query) < 100
     return on_hopper and why_not_here() is None
 
 

@@ -31,7 +31,8 @@ CUDNN = CudnnAttention("cudnn")
 # The interpreter has no CUDA: there the CPU kernel stands in cuDNN's place, so that the whole route can be tested.
 STAND_IN = CpuFlash("cpu_flash")
 
-# Of a tile, to a thread; measured on an H200: several 16-byte loads under way. More where a pass has the GPU to itself.
+# Of a tile, to a thread; measured on an H200: several 16-byte loads under way. More where a pass has the GPU to itself,
+# but not with a gate, whose tiles then find no registers.
 ELEMENTS, ELEMENTS_ALONE = 32, 64
 # The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
 PAUSE, BYTES_A_CYCLE = 10_000, 500
@@ -236,7 +237,7 @@ def _backward(
                 0 if row_numbers is None else row_numbers.shape[-1],
                 repeats, shift, is_causal, dim, block, padded(dim),
             ),
-            num_warps=warps_of(dim, ELEMENTS_ALONE if alone else ELEMENTS),
+            num_warps=warps_of(dim, ELEMENTS_ALONE if alone and gate is None else ELEMENTS),
         )  # fmt: skip
         if weighted_table is not None:
             sum_table.scan(weighted_table)

@@ -5,13 +5,16 @@
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end or of memory
 that nothing wrote is seen. Prints the number of cases and, for each tool, what it reported. racecheck and initcheck
-also report accesses inside cuDNN's own kernels: only a report in another kernel is a failure. --check compares the
-results, without a sanitizer.
+also report accesses inside cuDNN's own kernels, and racecheck those by which Triton's compiler hands work to the warps
+of `gl.warp_specialize`, a word in shared memory before and behind a barrier: only another report is a failure. --check
+compares the results, without a sanitizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import os
 import re
 import subprocess
@@ -76,12 +79,24 @@ def reported_kernels(output: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for line in output.splitlines():
         if line.startswith("=========") and (place := re.search(r"\bat (?!0x)(.+?)(\+0x[0-9a-f]+.*)?$", line)):
-            found[place[1].strip()] += 1
+            is_hand_over = " access at " in line and any(f" in {there}" in line for there in hand_over_places())
+            found["hand-over of warps" if is_hand_over else place[1].strip()] += 1
     return found
 
 
 def is_cudnns(kernel: str) -> bool:
     return "cudnn" in kernel
+
+
+@functools.cache
+def hand_over_places() -> tuple[str, str]:
+    """Where in the source the hand-over of warps is found: the head of the kernel, and the call that asks for it."""
+    from affine_attention.ops.fused.alone_backward_kernels import gradients_kernel
+
+    lines, first = inspect.getsourcelines(gradients_kernel.fn)
+    found = [number for number, line in enumerate(lines, first) if line.startswith(("def ", "    gl.warp_specialize("))]
+    file = os.path.basename(inspect.getsourcefile(gradients_kernel.fn) or "")
+    return f"{file}:{found[0]}", f"{file}:{found[1]}"
 
 
 def sanitize(tool: str, processes: int) -> bool:
@@ -98,8 +113,12 @@ def sanitize(tool: str, processes: int) -> bool:
     outputs = [process.communicate()[0] for process in running]
     kernels = sum((reported_kernels(output) for output in outputs), Counter[str]())
     ran = sum(int(cases[1]) for output in outputs if (cases := re.search(r"(\d+) cases ran", output)))
+    handed_over = kernels.pop("hand-over of warps", 0)
     ours = {kernel: count for kernel, count in kernels.items() if not is_cudnns(kernel)}
-    print(f"{tool}: {ran} cases, {kernels.total()} reports, {sum(ours.values())} outside of cuDNN's kernels")
+    print(
+        f"{tool}: {ran} cases, {kernels.total()} reports, {sum(ours.values())} outside of cuDNN's kernels; "
+        f"{handed_over} of the hand-over of warps that Triton's compiler makes"
+    )
     for kernel, count in ours.items():
         print(f"  {count} x {kernel[:150]}")
     died = [part for part, output in enumerate(outputs) if "cases ran" not in output]

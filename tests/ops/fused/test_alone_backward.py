@@ -255,6 +255,7 @@ def test_which_calls_it_serves(monkeypatch):
     assert not served(query=query[..., :1].expand(1, 128, 1024, 136))
     assert not served(query=query[:, :1, :, :1].expand(1, 512, 1024, 32))
     assert not served(query=query[:, :127])
+    assert not served(query=query[:, :1].expand(1, 1024, 1024, 64)[:, :, :511])
     causal = Visibility(1, 1024, 1024, "cpu", is_causal=True)
     assert "one kernel forward, one kernel backward" in choose._why_cudnn(query, query, causal, True)
     assert "cuDNN forward, one kernel backward" in choose._why_cudnn(query, query, causal, False)

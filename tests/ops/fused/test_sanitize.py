@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from .sanitize import is_cudnns, reported_kernels
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from affine_attention.ops.fused import alone_backward_kernels
+
+from .sanitize import hand_over_places, is_cudnns, reported_kernels
 
 OUTPUT = """
 ========= COMPUTE-SANITIZER
@@ -24,6 +31,21 @@ def test_kernels_are_counted_by_name():
         "epilogue_kernel": 1,
         "cudnn_generated_fort_native_sdpa_kernel0_0": 2,
     }
+
+
+def test_the_hand_over_of_warps_is_counted_apart():
+    head, call = hand_over_places()
+    file, line = head.split(":")
+    source = Path(alone_backward_kernels.__file__).read_text().splitlines()
+    assert source[int(line) - 1].startswith("def gradients_kernel(")
+    assert "gl.warp_specialize(" in source[int(call.split(":")[1]) - 1]
+    report = f"""
+========= Error: Race reported between Read access at gradients_kernel+0xe0 in {head}
+=========     and Write access at gradients_kernel+0x2a00 in {call} [2 hazards]
+========= Error: Race reported between Read access at gradients_kernel+0x1790 in {file}:1
+=========     and Write access at gradients_kernel+0x2a10 in {head} [4 hazards]
+"""
+    assert reported_kernels(report) == {"hand-over of warps": 3, "gradients_kernel": 1}
 
 
 def test_only_ours_are_faults():
