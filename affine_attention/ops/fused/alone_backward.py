@@ -96,8 +96,9 @@ def input_gradients(
     sizes = NARROW if block_d == 64 else WIDE
     tiles = -(-length // sizes.block_m)
     tile_rows = sizes.block_m * block_d // ADDED.value
-    query, key, value, grad = align(query), align(key), align(value), align(grad)
+    # Like the inputs as they came, as a compiled graph expects it; a fresh tensor with such head dims is aligned.
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    query, key, value, grad = align(query), align(key), align(value), align(grad)
     wide = gl.NVMMASharedLayout(128, 16, 4)
 
     def describe(x: Tensor, rows: int) -> TensorDescriptor:

@@ -1,12 +1,9 @@
 """The whole equation at the price of cuDNN's plain attention: cuDNN between a fused prologue and a fused epilogue.
 
 Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
-cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Backward: one pass over dOut and O (B1 to
-B5), beside cuDNN's backward where alpha >= 0 is promised and before it otherwise, and one pass over dV (B6); or the
-first pass (B7) and one kernel of our own (alone_backward.py). cuDNN's backward takes `out` and `logsumexp` as inputs,
-so the pair with sink and alpha inside gives exact gradients. Kept for backward: query, key, value, O, lse, the small
-inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is registered with torch.library, so that
-compiled graphs hold it in one piece.
+cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Kept for the backward (cudnn_backward.py):
+query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is
+registered with torch.library, so that compiled graphs hold it in one piece.
 """
 
 from __future__ import annotations
@@ -15,28 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..sdpa import CpuFlash, CudnnAttention
+from ..sdpa import CudnnAttention
 from ..visibility import Visibility
 from . import on_device, sum_table
 from .alone import forward_alone, forwards_alone
-from .alone_backward import backwards_alone, input_gradients, new_row_numbers
-from .cudnn_kernels import add_later_kernel, epilogue_kernel, prologue_kernel
+from .cudnn_backward import STAND_IN, attend_backward, backward, row_gradients, shifts_alpha
+from .cudnn_kernels import epilogue_kernel
+from .launch import is_packed, packed_rows, strides_of
 from .relaunch import relaunch
 from .side import Side
 from .sum_table import block_of, padded, warps_of
 
 aten = torch.ops.aten
-NO_STRIDES = (0, 0, 0)
 CUDNN = CudnnAttention("cudnn")
-# The interpreter has no CUDA: there the CPU kernel stands in cuDNN's place, so that the whole route can be tested.
-STAND_IN = CpuFlash("cpu_flash")
-
-# Of a tile, to a thread; measured on an H200: several 16-byte loads under way. More where a pass has the GPU to itself,
-# but not with a gate, whose tiles then find no registers.
-ELEMENTS, ELEMENTS_ALONE = 32, 64
-# The backward's pass waits for cuDNN's main kernel to begin: it stands behind one that reads dOut and O.
-PAUSE, BYTES_A_CYCLE = 10_000, 500
-MAX_ROW_STRIDE = 2**24  # inside a tile (up to 64 rows) offsets are 32-bit
+ELEMENTS = 32  # of a tile, to a thread; measured on an H200: several 16-byte loads under way
 
 
 def why_not(
@@ -100,8 +89,8 @@ def cudnn_attention(
     `nonnegative_alpha` is the caller's word that alpha >= 0 (sigmoid and linear clipping give that). Without a gate,
     the backward then needs no tensor of its own for alpha * dOut (B5); a negative alpha makes its gradients NaN.
     """
-    query, key, value = (_packed_rows(x) for x in (query, key, value))
-    gate = None if gate is None else _packed_rows(gate)
+    query, key, value = (packed_rows(x) for x in (query, key, value))
+    gate = None if gate is None else packed_rows(gate)
     given = (query, key, value, alpha, beta, sink, gate)
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     args = (*given, visibility.is_causal, softmax_scale, nonnegative_alpha, keeps)
@@ -109,11 +98,6 @@ def cudnn_attention(
         return _forward_op(*args)[0]
     # The same functions without the registered op around them: at T = 2048 its host time shows.
     return _Eager.apply(*args)
-
-
-def _shifts(alpha: Tensor | None, gate: Tensor | None, nonnegative_alpha: bool) -> bool:
-    """Whether alpha goes to cuDNN's backward inside lse (B5)."""
-    return alpha is not None and gate is None and nonnegative_alpha
 
 
 @on_device
@@ -136,7 +120,7 @@ def _forward(
     if alpha is None and beta is None and sink is None and gate is None:
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0)
-    shift = keeps and _shifts(alpha, gate, nonnegative_alpha)
+    shift = keeps and shifts_alpha(alpha, gate, nonnegative_alpha)
     table = query.new_empty(0, dtype=torch.float32) if beta is None else sum_table.new_table(value)
     if forwards_alone(query, key, is_causal, softmax_scale):
         out, core, lse = forward_alone(
@@ -162,7 +146,7 @@ def _forward(
         ),
         (
             *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
-            *_strides(alpha), *_strides(beta), *_strides(gate),
+            *strides_of(alpha), *strides_of(beta), *strides_of(gate),
             num_queries, blocks, -(-key.shape[2] // block), heads, heads // groups,
             together, shift, is_causal, dim, block, padded(dim),
         ),
@@ -180,106 +164,11 @@ def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax
     return torch.empty_like(core), core, lse, lse.new_empty(0 if beta is None else sum_table.table_shape(value))
 
 
-@on_device
-def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    core: Tensor,
-    lse: Tensor,
-    table: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    sink: Tensor | None,
-    gate: Tensor | None,
-    is_causal: bool,
-    softmax_scale: float,
-    nonnegative_alpha: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, alpha, beta, sink and gate; an absent input's is empty.
-
-    lse holds the sink already: `sink` is given only where its own gradient is wanted.
-    """
-    batch, heads, num_queries, dim = query.shape
-    groups, num_keys = key.shape[1:3]
-    repeats, block = heads // groups, block_of(dim)
-    blocks, key_blocks = -(-num_queries // block), -(-num_keys // block)
-    grad_out = _packed_rows(grad_out)
-    shift = _shifts(alpha, gate, nonnegative_alpha)
-    grad_alpha, grad_beta, grad_sink, grad_gate = _row_gradients(query, alpha, beta, sink, gate)
-    alone = backwards_alone(query, key, is_causal, softmax_scale)
-    row_numbers = new_row_numbers(query) if alone else None
-    # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    as_it_is = gate is None and (shift or alpha is None) and (alone or grad_out.stride() == core.stride())
-    grad_core = None if as_it_is else torch.empty_like(core)
-    parts = None if sink is None else lse.new_empty(batch, heads, blocks)
-    weighted = weighted_table = None
-    if beta is not None:
-        weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
-        if is_causal and repeats > 1 and not alone:
-            # bf16 has the range of fp32; fp16 would lose small beta * E altogether.
-            dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-            weighted = torch.empty(batch, groups, num_queries, dim, dtype=dtype, device=query.device)
-
-    def run_prologue() -> None:
-        relaunch(
-            prologue_kernel, (batch * groups * blocks,),
-            (
-                grad_out, core, lse, value, table, alpha, beta, sink, gate,
-                grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
-                None if gate is None else grad_gate, parts, weighted, weighted_table, row_numbers,
-            ),
-            (
-                *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
-                *_strides(alpha), *_strides(beta), *_strides(gate), *_strides(None if gate is None else grad_gate),
-                num_queries, blocks, key_blocks, heads, softmax_scale,
-                0 if row_numbers is None else row_numbers.shape[-1],
-                repeats, shift, is_causal, dim, block, padded(dim),
-            ),
-            num_warps=warps_of(dim, ELEMENTS_ALONE if alone and gate is None else ELEMENTS),
-        )  # fmt: skip
-        if weighted_table is not None:
-            sum_table.scan(weighted_table)
-
-    side = Side(query)
-    if alone or grad_core is not None:
-        run_prologue()  # what follows waits for what it writes
-    inner_grad = grad_out if grad_core is None else grad_core
-    if row_numbers is not None:
-        grad_query, grad_key, grad_value = input_gradients(
-            inner_grad, query, key, value, row_numbers, weighted_table, softmax_scale
-        )
-    else:
-        grad_query, grad_key, grad_value = _attend_backward(
-            inner_grad, query, key, value, core, lse, is_causal, softmax_scale
-        )
-        if grad_core is None and (alpha is not None or beta is not None or sink is not None):
-            side.run(run_prologue, PAUSE + 2 * query.numel() * query.element_size() // BYTES_A_CYCLE)
-        side.join()
-    if sink is not None and parts is not None:
-        grad_sink = parts.sum((0, 2)).to(sink.dtype)
-    if beta is not None and not alone:
-        direct = weighted is None
-        source = grad_out if weighted is None else weighted
-        gated = gate if direct else None
-        relaunch(
-            add_later_kernel, (batch * groups * key_blocks,),
-            (grad_value, source, beta if direct else None, gated, weighted_table),
-            (
-                *grad_value.stride()[:3], *source.stride()[:3], *_strides(beta), *_strides(gated),
-                num_keys, key_blocks, blocks, groups, is_causal, dim, block, padded(dim),
-            ),
-            num_warps=warps_of(dim, ELEMENTS),
-        )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_alpha, grad_beta, grad_sink, grad_gate
-
-
 def _fake_backward(
     grad_out, query, key, value, core, lse, table, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha
 ):  # fmt: skip
-    grads = _attend_backward(torch.empty_like(core), query, key, value, core, lse, is_causal, softmax_scale)
-    return (*grads, *_row_gradients(query, alpha, beta, sink, gate))
+    grads = attend_backward(torch.empty_like(core), query, key, value, core, lse, is_causal, softmax_scale)
+    return (*grads, *row_gradients(query, alpha, beta, sink, gate))
 
 
 def _setup_context(ctx, inputs, output):
@@ -290,12 +179,12 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(query, key, value, out if plain else core, lse, table, alpha, beta, sink, gate)
 
 
-def _input_grads(backward, ctx, grad_out):
+def _input_grads(run_backward, ctx, grad_out):
     needs = ctx.needs_input_grad
     if grad_out is None:
         return (None,) * len(needs)
     query, key, value, core, lse, table, alpha, beta, sink, gate = ctx.saved_tensors
-    grads = backward(
+    grads = run_backward(
         grad_out, query, key, value, core, lse, table, alpha, beta, sink if needs[5] else None, gate,
         ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha,
     )  # fmt: skip
@@ -312,7 +201,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        return _input_grads(_backward, ctx, grad_out)
+        return _input_grads(backward, ctx, grad_out)
 
 
 def _compiled_backward(ctx, grad_out, *grads_of_kept):
@@ -322,7 +211,7 @@ def _compiled_backward(ctx, grad_out, *grads_of_kept):
 
 _forward_op = torch.library.custom_op("affine_attention::cudnn_forward", _forward, mutates_args=())
 _forward_op.register_fake(_fake_forward)
-_backward_op = torch.library.custom_op("affine_attention::cudnn_backward", _backward, mutates_args=())
+_backward_op = torch.library.custom_op("affine_attention::cudnn_backward", backward, mutates_args=())
 _backward_op.register_fake(_fake_backward)
 _forward_op.register_autograd(_compiled_backward, setup_context=_setup_context)
 
@@ -336,53 +225,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_
     )[:2]
 
 
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    core: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if query.device.type == "cpu":
-        return STAND_IN.backward(grad, query, key, value, core, lse, None, None, is_causal, softmax_scale)
-    # Without dropout the seed is not read; two scalars are cheaper than two more outputs of the forward.
-    seed = torch.empty((), dtype=torch.int64, device=query.device)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        grad, query, key, value, core, lse, seed, seed, None, None, None, query.shape[2], key.shape[2],
-        0.0, is_causal, scale=softmax_scale,
-    )  # fmt: skip
-
-
-def _row_gradients(
-    query: Tensor, alpha: Tensor | None, beta: Tensor | None, sink: Tensor | None, gate: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten gradients of alpha, beta, sink and gate, empty where the input is absent."""
-
-    def contiguous(x: Tensor | None) -> Tensor:
-        return query.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-    grad_gate = query.new_empty(0) if gate is None else torch.empty_like(gate)
-    return contiguous(alpha), contiguous(beta), contiguous(sink), grad_gate
-
-
-def _packed_rows(x: Tensor) -> Tensor:
-    """The kernels read rows of D neighbours; a tensor whose last dim is strided or expanded is copied."""
-    return x if _is_packed(x) else x.contiguous()
-
-
-def _is_packed(x: Tensor) -> bool:
-    return x.stride(-1) == 1 and x.stride(2) <= MAX_ROW_STRIDE
-
-
 def _like_packed(x: Tensor) -> Tensor:
-    """What `_packed_rows` will hand to cuDNN, to be asked about: no copy is made for the question."""
-    if _is_packed(x):
+    """What `packed_rows` will hand to cuDNN, to be asked about: no copy is made for the question."""
+    if is_packed(x):
         return x
     return torch.empty((1, 1, 1, x.shape[-1]), dtype=x.dtype, device=x.device).expand(x.shape)
-
-
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return NO_STRIDES if x is None else x.stride()[:3]

@@ -19,6 +19,7 @@ L2_BYTES = 16 * 2**20  # what the heads that run side by side may take of the L2
 # Numbers of heads: no reason to compile a kernel again when they change.
 GRID_NUMBERS = ("num_heads", "num_kv_heads", "num_programs", "section")
 ALIGNMENT = 16  # bytes; the copy engine wants addresses and strides in units of it
+MAX_ROW_STRIDE = 2**24  # of rows in a pass beside attention: inside a tile (up to 64 rows) its offsets are 32-bit
 
 
 def make_rule(
@@ -54,6 +55,21 @@ def align(x: Tensor) -> Tensor:
     unit = ALIGNMENT // x.element_size()
     padded = x.new_empty(*x.shape[:-1], triton.cdiv(x.shape[-1], unit) * unit)
     return padded[..., : x.shape[-1]].copy_(x)
+
+
+def packed_rows(x: Tensor) -> Tensor:
+    """x, or a copy of it: the passes beside attention read rows of D neighbours; one that is expanded is copied."""
+    return x if is_packed(x) else x.contiguous()
+
+
+def is_packed(x: Tensor) -> bool:
+    """Whether a row's numbers are neighbours, and rows near enough for the 32-bit offsets inside a tile."""
+    return x.stride(-1) == 1 and x.stride(2) <= MAX_ROW_STRIDE
+
+
+def strides_of(x: Tensor | None) -> tuple[int, ...]:
+    """The first three strides, as the passes take them; zeros for an absent tensor."""
+    return (0, 0, 0) if x is None else x.stride()[:3]
 
 
 @dataclass

@@ -67,11 +67,11 @@ def show_results_of_cudnn() -> None:
 
     It then reports the copies, and cuDNN's own reading; whatever it reports in a kernel of ours is a fault.
     """
-    from affine_attention.ops.fused import cudnn
+    from affine_attention.ops.fused import cudnn, cudnn_backward
 
-    for name in ("_attend", "_attend_backward"):
-        inner = getattr(cudnn, name)
-        setattr(cudnn, name, lambda *args, inner=inner: tuple(x.clone() for x in inner(*args)))
+    for module, name in ((cudnn, "_attend"), (cudnn_backward, "attend_backward")):
+        inner = getattr(module, name)
+        setattr(module, name, lambda *args, inner=inner: tuple(x.clone() for x in inner(*args)))
 
 
 def reported_kernels(output: str) -> Counter[str]:

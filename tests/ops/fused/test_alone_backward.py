@@ -8,7 +8,7 @@ import torch
 from affine_attention.ops.visibility import Visibility
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import alone, alone_backward, choose, cudnn, side
+from affine_attention.ops.fused import alone, alone_backward, choose, cudnn, cudnn_backward, side
 from affine_attention.ops.fused.sum_table import block_of
 
 from ...interpreter import run_in_the_interpreter
@@ -49,9 +49,9 @@ def stand_in(grad, query, key, value, row_numbers, later_sums, softmax_scale):
 @pytest.fixture
 def always(monkeypatch):
     """Every call that can be served is, on the CPU too."""
-    monkeypatch.setattr(cudnn, "backwards_alone", lambda *args: True)
+    monkeypatch.setattr(cudnn_backward, "backwards_alone", lambda *args: True)
     if DEVICE == "cpu":
-        monkeypatch.setattr(cudnn, "input_gradients", stand_in)
+        monkeypatch.setattr(cudnn_backward, "input_gradients", stand_in)
 
 
 @needs_triton
@@ -79,6 +79,14 @@ def test_matches_the_reference(always, shape, names, dtype, nonnegative_alpha):
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
     others = [make(*shape, names, dtype, nonnegative_alpha, seed=n) for n in range(1, 3 if INTERPRETED else 8)]
     assert_right(inputs, grad, visibility, others, nonnegative_alpha=nonnegative_alpha)
+
+
+@needs_triton
+@pytest.mark.parametrize("scale", [1e-3, 1e-30, 0.0])
+def test_small_alphas_keep_their_gradients(always, scale):
+    inputs, grad = make(1, 2, 2, 150, 150, 64, AFFINE, DTYPES[0], nonnegative=True)
+    inputs["alpha"] *= scale
+    assert_right(inputs, grad, Visibility(1, 150, 150, grad.device, is_causal=True), nonnegative_alpha=True)
 
 
 @needs_triton
