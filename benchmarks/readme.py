@@ -50,6 +50,12 @@ def attention_lines(*paths: Path | None) -> list[str]:
     return table(["", *shapes], body)
 
 
+def peak_memory_line(path: Path) -> str:
+    """The peak of affine attention over that of plain attention, smallest and largest of all shapes."""
+    peaks = [row[9] for row in rows_of(path)[1:] if row[1] == "affine"]
+    return f"Peak memory of forward and backward, affine over plain: {min(peaks)} to {max(peaks)}."
+
+
 def block() -> str:
     lines: list[str] = []
     gpu, cpu = newest("attention_nvidia"), newest("attention_cpu")
@@ -57,7 +63,7 @@ def block() -> str:
     if gpu is not None:
         lines += ["Time of a causal call as a multiple of the best plain SDPA backend (cuDNN) in the same run, bf16, "
                   "forward / forward + backward, for the shapes of the paper's students at 2,048 to 32,768 tokens:", "",
-                  *attention_lines(gpu, rivals), "", source(gpu), ""]  # fmt: skip
+                  *attention_lines(gpu, rivals), "", f"{peak_memory_line(gpu)} {source(gpu)}", ""]  # fmt: skip
     if gpu is not None and rivals is not None:
         lines[-2] += f" Rivals: [{rivals.name}](benchmarks/results/{rivals.name})."
     if decode is not None:
