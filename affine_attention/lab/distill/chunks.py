@@ -216,16 +216,22 @@ def _forward(
     # The two gradients gain from many rows, and they are the student's: on the CPU the teacher goes by half a chunk,
     # which is a sixth of the memory, and of the time in which fresh pages are found for it.
     part_rows = math.ceil(rows / 2) if logits.is_cpu else rows
-    teacher_logits = None
-    if work.teacher is not None:
-        teacher_logits = torch.empty_like(logits[:part_rows], dtype=work.teacher.weight_VM.dtype)
+    teacher_dtype = work.teacher.weight_VM.dtype if work.teacher is not None else None
+    # The teacher's first logits find room where the gradient of the weight will be: a whole chunk at once, for nothing.
+    weight_room = teacher_logits = None
+    if logits.is_cpu and needs[1] and teacher_dtype == sum_dtype and weight_VM.shape[1] >= part_rows:
+        weight_room = torch.empty(weight_VM.shape, dtype=sum_dtype)
+        teacher_logits = weight_room.view(-1)[: min(rows, weight_VM.shape[1]) * vocabulary].view(-1, vocabulary)
     for start in range(0, count, rows):
         chunk = slice(start, min(start + rows, count))
         positions = work.positions[chunk]
         student_CV = logits[: len(positions)]
         hidden_CM = student.logits(positions, student_CV)
-        for first in range(chunk.start, chunk.stop, part_rows):
-            part = slice(first, min(first + part_rows, chunk.stop))
+        if teacher_dtype is not None and (teacher_logits is None or (weight_room is not None and start == rows)):
+            teacher_logits = torch.empty_like(logits[:part_rows], dtype=teacher_dtype)
+        step = len(positions) if teacher_logits is None else len(teacher_logits)
+        for first in range(chunk.start, chunk.stop, step):
+            part = slice(first, min(first + step, chunk.stop))
             student_PV, teacher_PV = student_CV[first - start : part.stop - start], None
             if work.teacher is not None and teacher_logits is not None:
                 teacher_PV = teacher_logits[: len(student_PV)]
@@ -235,7 +241,7 @@ def _forward(
         if grad_hidden is not None:
             grad_hidden.index_copy_(0, positions, student_CV @ student.weight_VM)
         if needs[1]:
-            grad_weight = _add_product(grad_weight, student_CV.T, hidden_CM, sum_dtype)
+            grad_weight = _add_product(grad_weight, student_CV.T, hidden_CM, sum_dtype, weight_room)
         if grad_bias is not None:
             grad_bias += student_CV.sum(0, dtype=sum_dtype)
     if needs[1] and grad_weight is None:
@@ -255,14 +261,19 @@ def _rows_of_a_chunk(count: int, vocabulary: int, work: _Work) -> int:
     return max(min(rows, count), 1)
 
 
-def _add_product(sum_VM: Tensor | None, left_VC: Tensor, right_CM: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum + left @ right, in place, in `dtype`: rounding each chunk's product to bf16 would bias the gradient."""
+def _add_product(
+    sum_VM: Tensor | None, left_VC: Tensor, right_CM: Tensor, dtype: torch.dtype, room_VM: Tensor | None
+) -> Tensor:
+    """sum + left @ right, in place, in `dtype`: rounding each chunk's product to bf16 would bias the gradient.
+
+    The first product is written to `room_VM`, where there is one.
+    """
     if left_VC.is_cuda and left_VC.dtype != dtype:
         if sum_VM is None:
             return torch.mm(left_VC, right_CM, out_dtype=dtype)
         return torch.addmm(sum_VM, left_VC, right_CM, out_dtype=dtype, out=sum_VM)
     left_VC, right_CM = left_VC.to(dtype), right_CM.to(dtype)
-    return left_VC @ right_CM if sum_VM is None else sum_VM.addmm_(left_VC, right_CM)
+    return torch.mm(left_VC, right_CM, out=room_VM) if sum_VM is None else sum_VM.addmm_(left_VC, right_CM)
 
 
 def _rows_loss(
