@@ -227,7 +227,7 @@ def _forward(
         positions = work.positions[chunk]
         student_CV = logits[: len(positions)]
         hidden_CM = student.logits(positions, student_CV)
-        if teacher_dtype is not None and (teacher_logits is None or (weight_room is not None and start == rows)):
+        if teacher_dtype is not None and teacher_logits is None:
             teacher_logits = torch.empty_like(logits[:part_rows], dtype=teacher_dtype)
         step = len(positions) if teacher_logits is None else len(teacher_logits)
         for first in range(chunk.start, chunk.stop, step):
@@ -242,6 +242,8 @@ def _forward(
             grad_hidden.index_copy_(0, positions, student_CV @ student.weight_VM)
         if needs[1]:
             grad_weight = _add_product(grad_weight, student_CV.T, hidden_CM, sum_dtype, weight_room)
+            if weight_room is not None:
+                weight_room = teacher_logits = None  # it is the gradient's now
         if grad_bias is not None:
             grad_bias += student_CV.sum(0, dtype=sum_dtype)
     if needs[1] and grad_weight is None:
