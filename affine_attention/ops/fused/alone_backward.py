@@ -55,11 +55,15 @@ def why_not_here() -> str | None:
     return None
 
 
-def backwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
+def fits_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
     """Whether the call is one for `input_gradients`: measured on Hopper, causal, head dims 40 to 128, long, large."""
     fits = is_causal and query.shape[2] == key.shape[2] and softmax_scale > 0 and query.shape[-1] in HEAD_DIMS
-    on_hopper = fits and side.is_large(query, SHORTEST) and query.is_cuda and 90 <= capability_of(query) < 100
-    return on_hopper and why_not_here() is None
+    return fits and side.is_large(query, SHORTEST) and query.is_cuda and 90 <= capability_of(query) < 100
+
+
+def backwards_alone(query: Tensor, key: Tensor, is_causal: bool, softmax_scale: float) -> bool:
+    """Whether `input_gradients` takes the call: it fits, and this installation can run the kernel."""
+    return fits_alone(query, key, is_causal, softmax_scale) and why_not_here() is None
 
 
 @functools.cache

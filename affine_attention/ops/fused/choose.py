@@ -61,13 +61,15 @@ def _why_cudnn(query: Tensor, key: Tensor, visibility: Visibility, has_mechanism
     # A compiled graph would be bound to the sizes that the question looks at, for a sentence that it never shows.
     if not torch.compiler.is_compiling():
         from .alone import forwards_alone
-        from .alone_backward import backwards_alone
+        from .alone_backward import fits_alone, why_not_here
 
         forward = has_mechanism and forwards_alone(query, key, visibility.is_causal, 1.0)
-        backward = backwards_alone(query, key, visibility.is_causal, 1.0)
-        if forward or backward:
-            routes = ["one kernel" if alone else "cuDNN" for alone in (forward, backward)]
-            return f"a large causal call: {routes[0]} forward, {routes[1]} backward is the fastest measured"
+        fits = fits_alone(query, key, visibility.is_causal, 1.0)
+        refusal = why_not_here() if fits else None
+        if forward or fits:
+            routes = ["one kernel" if alone else "cuDNN" for alone in (forward, fits and refusal is None)]
+            told = "" if refusal is None else f" here (the backward in one kernel {refusal})"
+            return f"a large causal call: {routes[0]} forward, {routes[1]} backward is the fastest measured{told}"
     return "plain causal or full attention: cuDNN between fused passes is the fastest measured"
 
 

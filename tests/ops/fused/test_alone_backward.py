@@ -268,6 +268,11 @@ def test_which_calls_it_serves(monkeypatch):
     assert "one kernel forward, one kernel backward" in choose._why_cudnn(query, query, causal, True)
     assert "cuDNN forward, one kernel backward" in choose._why_cudnn(query, query, causal, False)
     assert "one kernel" not in choose._why_cudnn(query[:, :127], query, causal, True)
+    monkeypatch.setattr(alone_backward, "why_not_here", lambda: "is written for Triton 3.6, got 4.0")
+    assert not served()
+    told = choose._why_cudnn(query, query, causal, True)
+    assert "one kernel forward, cuDNN backward" in told
+    assert "is written for Triton 3.6, got 4.0" in told
     monkeypatch.setattr(alone_backward, "capability_of", lambda x: 100)
     assert not served()
 
