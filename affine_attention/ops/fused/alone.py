@@ -52,12 +52,13 @@ def forward_alone(
     softmax_scale: float,
     *,
     table: Tensor,
+    marks: Tensor | None,
     keeps: bool,
     shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, O, lse) of a causal call; O is empty where out is O, or without `keeps`. `table` gets the sums of v.
+    """(out, O, lse) of a causal call; O is empty where out is O, or without `keeps`.
 
-    lse is [B, H, T, 1] on a GPU, as cuDNN's backward knows it; with `shift` it is less log(alpha).
+    `table` gets the sums of v, `marks` which rows are faint in out. lse is [B, H, T, 1] on a GPU, as cuDNN's backward knows it; with `shift` it is less log(alpha).
     """
     batch, heads, length, dim = query.shape
     sizes = HOPPER if query.is_cuda else INTERPRETER
@@ -76,7 +77,7 @@ def forward_alone(
             call.describe(call.key, sizes.wide), call.describe(call.value, sizes.wide),
             call.describe(call.key, sizes.block_m), call.describe(call.value, sizes.block_m),
             call.describe(None if gate is None else align(gate), sizes.block_m),
-            alpha, beta, None if sink is None else sink.contiguous(), table, out, core, lse,
+            alpha, beta, None if sink is None else sink.contiguous(), table, out, core, lse, marks,
         ),
         (
             call.strides(alpha), call.strides(beta), out.stride(), length, 0 if beta is None else table.shape[2],

@@ -1,7 +1,7 @@
 """The backward of large causal calls in one kernel of our own, on Hopper: dQ, dK and dV from what B7 has written.
 
 It takes the place of cuDNN's backward, is faster at most sizes, and adds beta's part of dV on the way. For dQ it needs
-sums in fp32 that programs add to; where these would take more memory than cuDNN's own, the call runs in parts.
+sums in fp32 that programs add to; where memory is short beside plain attention's, the call runs in parts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SHORTEST = 512  # tokens of a sequence; less was not measured
 TRITON_VERSIONS = ((3, 6), (3, 7))
 ROW_UNIT = ALIGNMENT // 4
 # cuDNN repeats dK and dV for grouped heads, in fp32 sums of its own. With one head to a group it does not: half of dQ's
-# sums at a time then make up for O, which is kept beside the output.
-PARTS_OF_LONE_HEADS = 2
+# sums at a time then make up for O, where that is kept beside the output.
+PARTS_BESIDE_O = 2
 
 
 class Sizes(NamedTuple):
@@ -86,8 +86,12 @@ def input_gradients(
     row_numbers: Tensor,
     later_sums: Tensor | None,
     softmax_scale: float,
+    beside_o: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV of a causal call. `grad` and `row_numbers` are B7's, `later_sums` is B6's table after its scan."""
+    """dQ, dK, dV of a causal call. `grad` and `row_numbers` are B7's, `later_sums` is B6's table after its scan.
+
+    `beside_o`: O is kept beside the output, and memory is to be saved for it.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -123,7 +127,7 @@ def input_gradients(
     section = max(1, processors(query.device) // blocks)
 
     slots = batch * groups
-    part = -(-slots // PARTS_OF_LONE_HEADS) if repeats == 1 else slots
+    part = -(-slots // PARTS_BESIDE_O) if beside_o and repeats == 1 else slots
     sums = torch.empty(part * repeats * tiles * tile_rows, ADDED.value, dtype=torch.float32, device=query.device)
     sums_desc = TensorDescriptor(
         sums, list(sums.shape), [ADDED.value, 1], [tile_rows, ADDED.value], gl.NVMMASharedLayout(0, 32, 2)

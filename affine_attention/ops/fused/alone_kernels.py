@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from .faint_kernels import faint_marks
 from .launch import GRID_NUMBERS
 from .tiles import LOG2E, load_row_scalars, load_tile, scheduled_block, start_softmax, store_tile
 
@@ -29,7 +30,7 @@ def _attend_tile(output, row_max, row_sum, scores, v, scale_log2):
 
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def causal_kernel(
-    q_desc, wide_k_desc, wide_v_desc, k_desc, v_desc, gate_desc, alpha, beta, sink, table, out, softmax_out, lse,
+    q_desc, wide_k_desc, wide_v_desc, k_desc, v_desc, gate_desc, alpha, beta, sink, table, out, softmax_out, lse, marks,
     alpha_strides, beta_strides, out_strides, length, table_length, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, WIDE: tl.constexpr, TABLE_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -37,7 +38,8 @@ def causal_kernel(
 ):  # fmt: skip
     """F1 to F7. One program owns BLOCK_M queries of one head; writes out, lse (with SHIFT less log(alpha): B5), and O.
 
-    `softmax_out` is None where O is `out` or nobody will need it; it has the strides of `out`. fp32 sums.
+    `softmax_out` is None where O is `out` or nobody will need it; it has the strides of `out`. `marks` [B, H, T], where
+    not None, gets which rows are faint in out. fp32 sums.
     """
     block, batch_head = scheduled_block(tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True)
     batch = (batch_head // num_heads).to(tl.int64)
@@ -89,11 +91,14 @@ def causal_kernel(
         beta_rows = load_row_scalars(beta, beta_strides, batch, head, queries, length)
         # The mask, read back from the scores: in their register layout it feeds the product without a copy.
         seen = tl.where(scores != float("-inf"), 1.0, 0.0)
-    if softmax_out is not None:
+    if (softmax_out is not None) or (marks is not None):
         output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
-        store_tile(softmax_out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
+        if softmax_out is not None:
+            store_tile(softmax_out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
         if alpha is not None:
             output *= alpha_rows[:, None]
+        if marks is not None:
+            of_softmax = tl.sum(output * output, 1)
         if beta is not None:
             value_sum = tl.dot(seen.to(v.dtype), v, input_precision="ieee") + before[None, :]
             output += beta_rows[:, None] * value_sum
@@ -109,4 +114,8 @@ def causal_kernel(
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
     store_tile(out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
-    tl.store(lse + batch_head.to(tl.int64) * length + queries, row_lse, mask=queries < length)
+    row_place = batch_head.to(tl.int64) * length + queries
+    tl.store(lse + row_place, row_lse, mask=queries < length)
+    if marks is not None:
+        faint = faint_marks(queries, of_softmax, tl.sum(output * output, 1), out.dtype.element_ty, HEAD_DIM)
+        tl.store(marks + row_place, faint, mask=queries < length)

@@ -2,8 +2,9 @@
 
 Forward: sums of V (two small kernels beside cuDNN, with `beta` only), one pass over its output (F6, F7 of
 cudnn_kernels.py); or one kernel of our own, where that is faster (alone.py). Kept for the backward (cudnn_backward.py):
-query, key, value, O, lse, the small inputs and the table of sums (1/16 of V at D = 64, 1/8 at D = 128). All is
-registered with torch.library, so that compiled graphs hold it in one piece.
+query, key, value, lse, the small inputs, the table of sums (1/16 of V at D = 64, 1/8 at D = 128), and O; or, where the
+backward can win O back from it, the output, which the caller has anyway (faint.py). All is registered with
+torch.library, so that compiled graphs hold it in one piece.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from . import on_device, sum_table
 from .alone import forward_alone, forwards_alone
 from .cudnn_backward import STAND_IN, attend_backward, backward, row_gradients, shifts_alpha
 from .cudnn_kernels import epilogue_kernel
+from .faint import marks_faint_rows, new_marks
 from .launch import is_packed, packed_rows, strides_of
 from .relaunch import relaunch
 from .side import Side
@@ -113,36 +115,38 @@ def _forward(
     softmax_scale: float,
     nonnegative_alpha: bool,
     keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, O, lse, table of sums); empty: O where out itself is O, the table without beta, both without `keeps`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out, O, lse, table of sums, marks); empty where the backward has no use for them, or takes out for O."""
     num_queries, dim = query.shape[2:]
     heads, groups, block = query.shape[1], key.shape[1], block_of(dim)
     if alpha is None and beta is None and sink is None and gate is None:
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
-        return core, core.new_empty(0), lse, lse.new_empty(0)
-    shift = keeps and shifts_alpha(alpha, gate, nonnegative_alpha)
+        return core, core.new_empty(0), lse, lse.new_empty(0), _no_marks(core)
+    has_marks = keeps and marks_faint_rows(query, key, alpha, beta, gate, is_causal, softmax_scale)
+    marks = new_marks(query) if has_marks else None
+    shift = keeps and shifts_alpha(alpha, gate, nonnegative_alpha, has_marks)
     table = query.new_empty(0, dtype=torch.float32) if beta is None else sum_table.new_table(value)
     if forwards_alone(query, key, is_causal, softmax_scale):
         out, core, lse = forward_alone(
             query, key, value, alpha, beta, sink, gate, softmax_scale,
-            table=table, keeps=keeps, shift=shift,
+            table=table, marks=marks, keeps=keeps and not has_marks, shift=shift,
         )  # fmt: skip
-        return out, core, lse, table if keeps else table.new_empty(0)
+        return out, core, lse, table if keeps else table.new_empty(0), _no_marks(out) if marks is None else marks
     side = Side(query)
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if beta is not None:
         side.run(lambda: sum_table.fill(table, value))
     side.join()
     only_core = alpha is None and beta is None and gate is None
-    out = core if only_core or not keeps else torch.empty_like(core)
+    out = core if only_core or has_marks or not keeps else torch.empty_like(core)
     # The heads of a group share their sum of V; without beta there is none to share.
     together = 1 if beta is None else heads // groups
     blocks = -(-num_queries // block)
     relaunch(
         epilogue_kernel, (query.shape[0] * heads // together * blocks,),
         (
-            core, lse, core if only_core or keeps else None, None if only_core else out,
-            value, table, alpha, beta, sink, gate,
+            core, lse, core if only_core or out is not core else None, None if only_core else out,
+            marks, value, table, alpha, beta, sink, gate,
         ),
         (
             *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
@@ -154,18 +158,27 @@ def _forward(
     )  # fmt: skip
     if not keeps:
         table = table.new_empty(0)
-    return out, core.new_empty(0) if out is core else core, lse, table
+    return out, core.new_empty(0) if out is core else core, lse, table, _no_marks(out) if marks is None else marks
+
+
+def _no_marks(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.int8)
 
 
 def _fake_forward(query, key, value, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha, keeps):
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
+    nothing = core.new_empty(0)
     if not keeps or (alpha is None and beta is None and gate is None):
-        return core, core.new_empty(0), lse, lse.new_empty(0)
-    return torch.empty_like(core), core, lse, lse.new_empty(0 if beta is None else sum_table.table_shape(value))
+        return core, nothing, lse, lse.new_empty(0), _no_marks(core)
+    table = lse.new_empty(0 if beta is None else sum_table.table_shape(value))
+    if marks_faint_rows(query, key, alpha, beta, gate, is_causal, softmax_scale):
+        return core, nothing, lse, table, new_marks(query)
+    return torch.empty_like(core), core, lse, table, _no_marks(core)
 
 
 def _fake_backward(
-    grad_out, query, key, value, core, lse, table, alpha, beta, sink, gate, is_causal, softmax_scale, nonnegative_alpha
+    grad_out, query, key, value, core, lse, table, marks, alpha, beta, sink, gate,
+    is_causal, softmax_scale, nonnegative_alpha,
 ):  # fmt: skip
     grads = attend_backward(torch.empty_like(core), query, key, value, core, lse, is_causal, softmax_scale)
     return (*grads, *row_gradients(query, alpha, beta, sink, gate))
@@ -173,19 +186,20 @@ def _fake_backward(
 
 def _setup_context(ctx, inputs, output):
     query, key, value, alpha, beta, sink, gate, ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha, _ = inputs
-    out, core, lse, table = output
+    out, core, lse, table, marks = output
     ctx.set_materialize_grads(False)
     plain = alpha is None and beta is None and gate is None
-    ctx.save_for_backward(query, key, value, out if plain else core, lse, table, alpha, beta, sink, gate)
+    kept = out if plain or marks.numel() else core
+    ctx.save_for_backward(query, key, value, kept, lse, table, marks, alpha, beta, sink, gate)
 
 
 def _input_grads(run_backward, ctx, grad_out):
     needs = ctx.needs_input_grad
     if grad_out is None:
         return (None,) * len(needs)
-    query, key, value, core, lse, table, alpha, beta, sink, gate = ctx.saved_tensors
+    query, key, value, core, lse, table, marks, alpha, beta, sink, gate = ctx.saved_tensors
     grads = run_backward(
-        grad_out, query, key, value, core, lse, table, alpha, beta, sink if needs[5] else None, gate,
+        grad_out, query, key, value, core, lse, table, marks, alpha, beta, sink if needs[5] else None, gate,
         ctx.is_causal, ctx.softmax_scale, ctx.nonnegative_alpha,
     )  # fmt: skip
     return (*(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), *(None,) * 4)
@@ -205,7 +219,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _compiled_backward(ctx, grad_out, *grads_of_kept):
-    assert all(grad is None for grad in grads_of_kept), "O, lse and the table are kept for the backward only"
+    assert all(grad is None for grad in grads_of_kept), "what is kept is for the backward only"
     return _input_grads(_backward_op, ctx, grad_out)
 
 

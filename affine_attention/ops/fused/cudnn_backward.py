@@ -1,8 +1,9 @@
 """Turns the gradient of the output into those of every input: cuDNN's backward between two passes, or a kernel of ours.
 
 One pass over dOut and O (B1 to B5 of cudnn_kernels.py), beside cuDNN's backward where alpha >= 0 is promised and before
-it otherwise, and one over dV (B6); or the first pass (B7) and the kernel of alone_backward.py. cuDNN's backward takes
-`out` and `logsumexp` as inputs, so the pair with sink and alpha inside gives exact gradients.
+it otherwise, and one over dV (B6); or the first pass (B7), over the output in O's place where O was not kept (B8), and
+the kernel of alone_backward.py. cuDNN's backward takes `out` and `logsumexp` as inputs, so the pair with sink and alpha
+inside gives exact gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..sdpa import CpuFlash
 from . import on_device, sum_table
 from .alone_backward import backwards_alone, input_gradients, new_row_numbers
 from .cudnn_kernels import add_later_kernel, prologue_kernel
+from .faint import parts_of, regain
 from .launch import packed_rows, strides_of
 from .relaunch import relaunch
 from .side import Side
@@ -28,9 +30,9 @@ ELEMENTS, ELEMENTS_ALONE = 32, 64
 PAUSE, BYTES_A_CYCLE = 10_000, 500
 
 
-def shifts_alpha(alpha: Tensor | None, gate: Tensor | None, nonnegative_alpha: bool) -> bool:
-    """Whether alpha goes to the backward inside lse (B5): the forward's pass puts it there."""
-    return alpha is not None and gate is None and nonnegative_alpha
+def shifts_alpha(alpha: Tensor | None, gate: Tensor | None, nonnegative_alpha: bool, has_marks: bool) -> bool:
+    """Whether alpha goes to the backward inside lse (B5): the forward's pass puts it there. B8 wants lse as it is."""
+    return alpha is not None and gate is None and nonnegative_alpha and not has_marks
 
 
 @on_device
@@ -42,6 +44,7 @@ def backward(
     core: Tensor,
     lse: Tensor,
     table: Tensor,
+    marks: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
     sink: Tensor | None,
@@ -52,21 +55,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, alpha, beta, sink and gate; an absent input's is empty.
 
-    lse holds the sink already: `sink` is given only where its own gradient is wanted.
+    lse holds the sink already: `sink` is given only where its own gradient is wanted. `core` is O; where `marks` is not
+    empty it is the output, with these rows marked as faint.
     """
     batch, heads, num_queries, dim = query.shape
     groups, num_keys = key.shape[1:3]
     repeats, block = heads // groups, block_of(dim)
     blocks, key_blocks = -(-num_queries // block), -(-num_keys // block)
     grad_out = packed_rows(grad_out)
-    shift = shifts_alpha(alpha, gate, nonnegative_alpha)
+    has_marks = marks.numel() > 0
+    shift = shifts_alpha(alpha, gate, nonnegative_alpha, has_marks)
+    signed = not (nonnegative_alpha and gate is None)
     grad_alpha, grad_beta, grad_sink, grad_gate = row_gradients(query, alpha, beta, sink, gate)
-    alone = backwards_alone(query, key, is_causal, softmax_scale)
+    alone = has_marks or backwards_alone(query, key, is_causal, softmax_scale)
     row_numbers = new_row_numbers(query) if alone else None
     # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    as_it_is = gate is None and (shift or alpha is None) and (alone or grad_out.stride() == core.stride())
+    same_sign = shift or alpha is None or (alone and not signed)
+    as_it_is = gate is None and same_sign and (alone or grad_out.stride() == core.stride())
     grad_core = None if as_it_is else torch.empty_like(core)
-    parts = None if sink is None else lse.new_empty(batch, heads, blocks)
+    num_parts = blocks + (parts_of(num_queries) if has_marks else 0)
+    parts = None if sink is None else lse.new_empty(batch, heads, num_parts)
     weighted = weighted_table = None
     if beta is not None:
         weighted_table = lse.new_empty(batch, groups, blocks + 1, dim)
@@ -79,7 +87,7 @@ def backward(
         relaunch(
             prologue_kernel, (batch * groups * blocks,),
             (
-                grad_out, core, lse, value, table, alpha, beta, sink, gate,
+                grad_out, core, lse, marks if has_marks else None, value, table, alpha, beta, sink, gate,
                 grad_core, None if alpha is None else grad_alpha, None if beta is None else grad_beta,
                 None if gate is None else grad_gate, parts, weighted, weighted_table, row_numbers,
             ),
@@ -87,8 +95,8 @@ def backward(
                 *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
                 *strides_of(alpha), *strides_of(beta), *strides_of(gate),
                 *strides_of(None if gate is None else grad_gate), num_queries, blocks, key_blocks, heads, softmax_scale,
-                0 if row_numbers is None else row_numbers.shape[-1],
-                repeats, shift, is_causal, dim, block, padded(dim),
+                0 if row_numbers is None else row_numbers.shape[-1], num_parts,
+                repeats, shift, signed, is_causal, dim, block, padded(dim),
             ),
             num_warps=warps_of(dim, ELEMENTS_ALONE if alone and gate is None else ELEMENTS),
         )  # fmt: skip
@@ -96,12 +104,20 @@ def backward(
             sum_table.scan(weighted_table)
 
     side = Side(query)
-    if alone or grad_core is not None:
+    if row_numbers is not None and has_marks:
+        # Products here, memory there: side by side.
+        regain(
+            grad_out, query, key, value, lse, alpha, sink, marks, softmax_scale,
+            grad_alpha=None if alpha is None else grad_alpha, row_numbers=row_numbers, sink_parts=parts, signed=signed,
+        )  # fmt: skip
+        side.run(run_prologue, PAUSE)
+        side.join()
+    elif alone or grad_core is not None:
         run_prologue()  # what follows waits for what it writes
     inner_grad = grad_out if grad_core is None else grad_core
     if row_numbers is not None:
         grad_query, grad_key, grad_value = input_gradients(
-            inner_grad, query, key, value, row_numbers, weighted_table, softmax_scale
+            inner_grad, query, key, value, row_numbers, weighted_table, softmax_scale, beside_o=gate is not None
         )
     else:
         grad_query, grad_key, grad_value = attend_backward(

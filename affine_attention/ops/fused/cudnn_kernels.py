@@ -14,6 +14,8 @@ B5  the gradient that cuDNN gets: alpha E. Or E itself with lse_i - log(alpha_i)
 B6  dV_j += sum of beta_i E_i over the queries i that see j  (the transpose of F8)
 B7  what the backward in one kernel (alone_backward_kernels.py) gets in cuDNN's place: E with the sign of alpha, and for
     every row -(lse_i - log|alpha_i|) / softmax_scale, -E_i . O_i and beta_i, both with that sign
+B8  B1 without O, where there is no gate: dalpha_i = (E_i . out_i - beta_i dbeta_i) / alpha_i; not so for the rows that
+    the forward has marked as faint, whose part is done by a kernel beside this one (faint_kernels.py)
 
 Every pass reads and writes its [B, H, T, D] tensors once. Sums and row quantities are fp32; no atomics.
 """
@@ -23,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .faint_kernels import faint_marks
 
 
 @triton.jit
@@ -108,7 +112,7 @@ def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOC
 
 @triton.jit
 def epilogue_kernel(
-    core, lse, corrected, out, value, table, alpha, beta, sink, gate,
+    core, lse, corrected, out, marks, value, table, alpha, beta, sink, gate,
     core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t,
     num_queries, num_blocks, key_blocks, heads, repeats,
@@ -118,6 +122,7 @@ def epilogue_kernel(
     """F6 and F7. One program owns BLOCK queries of HEADS heads of one group; corrects lse, with SHIFT as B5 wants it.
 
     Writes, where the pointer is not None, with core's strides: corrected = O with the sink, out. Both may be core.
+    marks [B, H, T] gets which rows are faint in out.
     """
     slot, block = locate(num_blocks, True)
     slots = heads // HEADS
@@ -161,6 +166,8 @@ def epilogue_kernel(
             tile = tile * alpha_rows[:, None]
             if SHIFT:
                 new_lse -= tl.log(alpha_rows)
+        if marks is not None:
+            of_softmax = tl.sum(tile * tile, axis=1)
         if (sink is not None) or SHIFT:
             # A row of lse may be held by several threads: all must have read it before one writes.
             tl.debug_barrier()
@@ -171,25 +178,30 @@ def epilogue_kernel(
         if gate is not None:
             gate_place = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
             tile = tile * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
+        if marks is not None:
+            of_output = tl.sum(tile * tile, axis=1)
+            faint = faint_marks(first_row + rows, of_softmax, of_output, out.dtype.element_ty, HEAD_DIM)
+            tl.store(marks + (batch * heads + head) * num_queries + first_row + rows, faint, mask=row_ok)
         if out is not None:
             tl.store(out + outer + inner, tile, mask=ok)
 
 
 @triton.jit
 def prologue_kernel(
-    grad_out, core, lse, value, table, alpha, beta, sink, gate,
+    grad_out, core, lse, marks, value, table, alpha, beta, sink, gate,
     grad_core, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table, row_numbers,
     go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
-    num_queries, num_blocks, key_blocks, heads, softmax_scale, row_length,
-    HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    num_queries, num_blocks, key_blocks, heads, softmax_scale, row_length, num_parts,
+    HEADS: tl.constexpr, SHIFT: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """B1 to B5 or B7, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
-    SHIFT: lse holds alpha (B5). Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7);
+    SHIFT: lse holds alpha (B5). SIGNED: alpha may be negative. `core` is O; with marks it is out (B8), and what E . O
+    gives is not written for marked rows. Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7);
     grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha, grad_beta
-    (contiguous [B, H, T]); grad_gate; sink_parts [B, H, blocks]; weighted = the sum of beta E over the group's heads
+    (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the sum of beta E over the group's heads
     (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row num_blocks - n of weighted_table, so that
     one forward scan gives sums over *later* blocks.
     """
@@ -216,7 +228,11 @@ def prologue_kernel(
             table + slot.to(tl.int64) * (key_blocks + 1) * HEAD_DIM,
             value_s, rows, cols, ok, col_ok, block, key_blocks, CAUSAL, HEAD_DIM,
         )  # fmt: skip
-        weighted_sum = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+        # Registers are short: a tile of sums only where all of it is asked for.
+        if weighted is not None:
+            weighted_sum = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+        else:
+            block_sum = tl.zeros([BLOCK_D], dtype=tl.float32)
     for nth in range(HEADS):
         head = group * HEADS + nth
         row_place = (batch * heads + head) * num_queries + first_row + rows
@@ -243,32 +259,46 @@ def prologue_kernel(
             tl.store(gg_outer + rows[:, None] * gg_t + cols[None, :], grad * mixed, mask=ok)
             grad = grad * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
         dalpha = tl.sum(grad * o, axis=1)
+        if beta is not None:
+            dbeta = tl.sum(grad * sums, axis=1)
+            tl.store(grad_beta + row_place, dbeta, mask=row_ok)
+            if weighted is not None:
+                weighted_sum += beta_rows[:, None] * grad
+            else:
+                block_sum += tl.sum(beta_rows[:, None] * grad, axis=0)
+        known = row_ok
+        if marks is not None:
+            known = row_ok & (tl.load(marks + row_place, mask=row_ok, other=0) == 0)
+            if beta is not None:
+                dalpha -= beta_rows * dbeta
+            if alpha is not None:
+                dalpha = dalpha / alpha_rows
         if grad_alpha is not None:
-            tl.store(grad_alpha + row_place, dalpha, mask=row_ok)
+            tl.store(grad_alpha + row_place, dalpha, mask=known)
         delta = dalpha
         if (alpha is not None) and (not SHIFT):
             delta = alpha_rows * dalpha
         if sink is not None:
             share = tl.exp(tl.load(sink + head).to(tl.float32) - tl.load(lse + lse_place, mask=row_ok, other=0.0))
-            part = -tl.sum(tl.where(row_ok, share * delta, 0.0), axis=0)
-            tl.store(sink_parts + (batch * heads + head) * num_blocks + block, part)
-        if beta is not None:
-            tl.store(grad_beta + row_place, tl.sum(grad * sums, axis=1), mask=row_ok)
-            weighted_sum += beta_rows[:, None] * grad
+            part = -tl.sum(tl.where(known, share * delta, 0.0), axis=0)
+            tl.store(sink_parts + (batch * heads + head) * num_parts + block, part)
         if row_numbers is not None:
             new_lse = tl.load(lse + lse_place, mask=row_ok, other=0.0)
             sign = tl.full([BLOCK], 1.0, tl.float32)
             if (alpha is not None) and (not SHIFT):
-                new_lse -= tl.log(tl.abs(alpha_rows))
-                sign = tl.where(alpha_rows < 0, -1.0, 1.0)
-                grad = grad * sign[:, None]
+                if SIGNED:
+                    new_lse -= tl.log(tl.abs(alpha_rows))
+                    sign = tl.where(alpha_rows < 0, -1.0, 1.0)
+                    grad = grad * sign[:, None]
+                else:
+                    new_lse -= tl.log(alpha_rows)
             signed = dalpha * sign
             if gate is not None:
                 # From E as the next kernel reads it: where E . v and E . O cancel, they must have been rounded alike.
                 signed = tl.sum(grad.to(grad_out.dtype.element_ty).to(tl.float32) * o, axis=1)
             numbers = row_numbers + (batch * heads + head) * 4 * row_length + first_row + rows
             tl.store(numbers, -new_lse / softmax_scale, mask=row_ok)
-            tl.store(numbers + row_length, -signed, mask=row_ok)
+            tl.store(numbers + row_length, -signed, mask=known)
             if beta is not None:
                 tl.store(numbers + 2 * row_length, beta_rows * sign, mask=row_ok)
         if grad_core is not None:
@@ -278,7 +308,9 @@ def prologue_kernel(
             tl.store(grad_core + core_outer + core_inner, grad, mask=ok)
     if beta is not None:
         weighted_table += slot.to(tl.int64) * (num_blocks + 1) * HEAD_DIM
-        tl.store(weighted_table + (num_blocks - block) * HEAD_DIM + cols, tl.sum(weighted_sum, axis=0), mask=col_ok)
+        if weighted is not None:
+            block_sum = tl.sum(weighted_sum, axis=0)
+        tl.store(weighted_table + (num_blocks - block) * HEAD_DIM + cols, block_sum, mask=col_ok)
         if block == 0:
             tl.store(weighted_table + cols, tl.zeros([BLOCK_D], dtype=tl.float32), mask=col_ok)
         if weighted is not None:

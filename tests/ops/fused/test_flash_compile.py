@@ -31,6 +31,7 @@ def test_shipped_configurations_compile_and_fit(capability: int) -> None:
     assert {name.split()[0] for name in shared} >= {"_forward_kernel", "_query_grad_kernel", "_key_grad_kernel"}
     assert ("causal_kernel 64" in shared) == (capability == 90)
     assert ("gradients_kernel 128" in shared) == (capability == 90)
+    assert ("regain_kernel 128" in shared) == (capability == 90)
     assert all(size <= SHARED_MEMORY[capability] for size in shared.values()), shared
 
 
@@ -53,7 +54,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from affine_attention.ops.fused import alone, alone_backward, configs, launch, sum_table
+    from affine_attention.ops.fused import alone, alone_backward, configs, faint, launch, sum_table
     from affine_attention.ops.fused.backward import launch_backward
     from affine_attention.ops.fused.forward import launch_forward
 
@@ -79,7 +80,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         name = f"{kernel.name} {dim}"
         shared[name] = max(kernel.metadata.shared, shared.get(name, 0))
-        if kernel.name == "gradients_kernel":
+        if kernel.name in ("gradients_kernel", "regain_kernel"):
             assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers: it would be half as fast"
 
     driver.set_active(Driver())
@@ -87,7 +88,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     launch.chosen_config = lambda kernel, head_dim, dtype, device: configs.table_config(
         kernel, head_dim, dtype.itemsize, divmod(capability, 10)
     )
-    alone.INTERPRETER = alone.HOPPER  # what tensors on the CPU get
+    alone.INTERPRETER, faint.INTERPRETER = alone.HOPPER, faint.HOPPER  # what tensors on the CPU get
     for dim in dims:
         query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
         key, value = query[:, :1].clone(), query[:, :1].clone()
@@ -102,11 +103,18 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         launch_backward(call, query, query, lse, **parts, grads=grads)
         if capability == 90 and dim <= alone.MAX_HEAD_DIM:
             table = sum_table.new_table(value)
-            alone.forward_alone(query, key, value, **parts, softmax_scale=0.1, table=table, keeps=True, shift=False)
+            given = {"softmax_scale": 0.1, "table": table, "shift": False}
+            alone.forward_alone(query, key, value, **parts, **given, marks=None, keeps=True)
+            parts["gate"] = None
+            alone.forward_alone(query, key, value, **parts, **given, marks=faint.new_marks(query), keeps=False)
         if capability == 90 and dim in alone_backward.HEAD_DIMS:
             numbers = alone_backward.new_row_numbers(query)
+            faint.regain(
+                query, query, key, value, lse, row, None, faint.new_marks(query), 0.1,
+                grad_alpha=row, row_numbers=numbers, sink_parts=None, signed=True,
+            )  # fmt: skip
             for table in (sum_table.new_table(value), None):
-                alone_backward.input_gradients(query, query, key, value, numbers, table, 0.1)
+                alone_backward.input_gradients(query, query, key, value, numbers, table, 0.1, beside_o=False)
     return shared
 
 
