@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from affine_attention import Mechanism, attention, explain
 from affine_attention.testing import naive_attention
 
-from .measure import median_seconds, peak_memory
+from .measure import kept_memory, median_seconds, peak_memory
 from .results_file import table, write
 
 MECHANISMS = ("affine", "affine_gated", "sink")
@@ -81,6 +81,7 @@ class Bench:
         }
         for x in self.tensors.values():
             x.requires_grad_()
+        self.zero_alpha = torch.zeros_like(alpha).requires_grad_()
         self.grad_out = torch.randn(*rows, shape.dim, **like)
 
     def of(self, mechanism: str) -> dict[str, Tensor]:
@@ -106,6 +107,11 @@ class Bench:
     def ours_any_sign(self) -> Callable[[], Tensor]:
         given = self.of("affine")
         return lambda: attention(**given, is_causal=True)
+
+    def ours_without_alpha(self) -> Callable[[], Tensor]:
+        """The worst case of a backward for which no softmax output is kept: of it, the output now holds nothing."""
+        given = {**self.of("affine"), "alpha": self.zero_alpha}
+        return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
 
     def ours_deterministic(self) -> Callable[[], Tensor]:
         """Under torch.use_deterministic_algorithms the Triton kernels serve the call, forward and backward."""
@@ -166,7 +172,7 @@ class Bench:
         }
 
     def with_backward(self, forward: Callable[[], Tensor]) -> Callable[[], object]:
-        leaves = list(self.tensors.values())
+        leaves = [*self.tensors.values(), self.zero_alpha]
         return lambda: torch.autograd.grad(forward(), leaves, self.grad_out, allow_unused=True)
 
 
@@ -180,6 +186,7 @@ def measure(
     functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
     if device == "cuda":
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
+        functions["affine, every alpha 0"] = bench.ours_without_alpha()
         functions["affine, deterministic"] = bench.ours_deterministic()
     others = bench.rivals() if with_rivals else {}
     naive = bench.naive("affine") if with_naive else None
@@ -199,12 +206,15 @@ def measure(
     both = {n: bench.with_backward(f) for n, f in functions.items()}
     backward = median_seconds(both, rounds, device)
     memory = {n: peak_memory(f, device) for n, f in both.items()}
+    kept = {n: kept_memory(f) if device == "cuda" else None for n, f in functions.items()}
     best_forward = min(forward[n] for n in plain_names)
     best_backward = min(backward[n] for n in plain_names)
     least_memory = min(memory[n] for n in plain_names)
+    least_kept = min((kept[n] or 1) for n in plain_names)
 
     rows = []
     for name in functions:
+        of_name = kept[name]
         ran = str(explain(**bench.of(name), is_causal=True)).split(":")[0] if name in MECHANISMS else ""
         rows.append(
             [
@@ -218,10 +228,11 @@ def measure(
                 f"{backward[name] / best_backward:.3f}",
                 f"{memory[name] / 2**20:.0f}",
                 f"{memory[name] / least_memory:.2f}",
+                *(("", "") if of_name is None else (f"{of_name / 2**20:.1f}", f"{of_name / least_kept:.2f}")),
                 ran,
             ]
         )
-    return rows + [["", name, "out of memory", *[""] * 8] for name in too_large]
+    return rows + [["", name, "out of memory", *[""] * 10] for name in too_large]
 
 
 def fits(function: Callable[[], object]) -> bool:
@@ -248,14 +259,15 @@ def main() -> None:
     rounds = options.rounds or (5 if options.device == "cpu" else 60)
     rows: list[list[str]] = []
     columns = ["shape", "function", "fwd ms", "TFLOP/s", "x plain", "fwd+bwd ms", "TFLOP/s", "x plain",
-               "peak MiB", "x plain", "ran on"]  # fmt: skip
+               "peak MiB", "x plain", "kept MiB", "x plain", "ran on"]  # fmt: skip
     chosen = [shape for shape in shapes if options.shapes is None or shape.name in options.shapes]
     for shape in chosen:
         rows += measure(shape, options.device, dtype, rounds, not options.no_rivals, not options.no_naive)
         lines = [
             f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} turns. TFLOP/s counts 2 B H T² D for a "
             "forward and 3.5 times that with the backward. Peak memory is that of forward and backward beyond the "
-            "inputs. Ratios are to the best plain SDPA backend of the same run.",
+            "inputs, kept memory what a forward leaves for its backward, output included. Ratios are to the best plain "
+            "SDPA backend of the same run.",
             "",
             *table(columns, rows),
         ]

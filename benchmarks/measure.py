@@ -1,4 +1,4 @@
-"""Times and weighs functions: interleaved medians and peak memory, on the CPU and on a GPU."""
+"""Times and weighs functions: interleaved medians, peak memory and what is kept, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -57,6 +57,16 @@ def _cuda_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict
     for name, start, stop in events:
         times[name].append(start.elapsed_time(stop) / 1e3)
     return times
+
+
+def kept_memory(forward: Callable[[], object]) -> int:
+    """Bytes on the GPU that are held between a forward and its backward, output included, inputs not."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = forward()
+    held = torch.cuda.memory_allocated() - before
+    del out
+    return held
 
 
 def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:

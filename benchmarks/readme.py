@@ -50,10 +50,19 @@ def attention_lines(*paths: Path | None) -> list[str]:
     return table(["", *shapes], body)
 
 
-def peak_memory_line(path: Path) -> str:
-    """The peak of affine attention over that of plain attention, smallest and largest of all shapes."""
-    peaks = [row[9] for row in rows_of(path)[1:] if row[1] == "affine"]
-    return f"Peak memory of forward and backward, affine over plain: {min(peaks)} to {max(peaks)}."
+def memory_line(path: Path) -> str:
+    """The memory of affine attention over that of plain attention, smallest and largest of all shapes."""
+    header, *rows = rows_of(path)
+    ours = [row for row in rows if row[1] == "affine"]
+
+    def span(column: str) -> str:
+        ratios = [row[header.index(column) + 1] for row in ours]
+        return f"{min(ratios)} to {max(ratios)}"
+
+    return (
+        f"Memory, affine over plain: {span('peak MiB')} at the peak of forward and backward, {span('kept MiB')} of "
+        "what is held between them."
+    )
 
 
 def block() -> str:
@@ -63,7 +72,7 @@ def block() -> str:
     if gpu is not None:
         lines += ["Time of a causal call as a multiple of the best plain SDPA backend (cuDNN) in the same run, bf16, "
                   "forward / forward + backward, for the shapes of the paper's students at 2,048 to 32,768 tokens:", "",
-                  *attention_lines(gpu, rivals), "", f"{peak_memory_line(gpu)} {source(gpu)}", ""]  # fmt: skip
+                  *attention_lines(gpu, rivals), "", f"{memory_line(gpu)} {source(gpu)}", ""]  # fmt: skip
     if gpu is not None and rivals is not None:
         lines[-2] += f" Rivals: [{rivals.name}](benchmarks/results/{rivals.name})."
     if decode is not None:

@@ -58,7 +58,8 @@ def forward_alone(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, O, lse) of a causal call; O is empty where out is O, or without `keeps`.
 
-    `table` gets the sums of v, `marks` which rows are faint in out. lse is [B, H, T, 1] on a GPU, as cuDNN's backward knows it; with `shift` it is less log(alpha).
+    `table` gets the sums of v, `marks` which rows are faint in out. lse is [B, H, T, 1] on a GPU, as cuDNN's backward
+    knows it; with `shift` it is less log(alpha).
     """
     batch, heads, length, dim = query.shape
     sizes = HOPPER if query.is_cuda else INTERPRETER

@@ -199,11 +199,11 @@ def prologue_kernel(
     """B1 to B5 or B7, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
     SHIFT: lse holds alpha (B5). SIGNED: alpha may be negative. `core` is O; with marks it is out (B8), and what E . O
-    gives is not written for marked rows. Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7);
-    grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha, grad_beta
-    (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the sum of beta E over the group's heads
-    (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row num_blocks - n of weighted_table, so that
-    one forward scan gives sums over *later* blocks.
+    gives is not written for marked rows. Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length]
+    (B7); grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha,
+    grad_beta (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the sum of
+    beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
+    num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS

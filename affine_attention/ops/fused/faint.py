@@ -71,8 +71,8 @@ def regain(
 ) -> None:
     """Writes what E . O gives for the marked rows of a causal call, where the prologue (B8) leaves it out.
 
-    The gradient of alpha, the number of B7, and the last `parts_of` parts of the sink's gradient. `signed`: alpha may be
-    negative.
+    The gradient of alpha, the number of B7, and the last `parts_of` parts of the sink's gradient. `signed`: alpha may
+    be negative.
     """
     batch, heads, length, dim = query.shape
     sizes = HOPPER if query.is_cuda else INTERPRETER

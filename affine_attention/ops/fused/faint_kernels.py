@@ -1,8 +1,8 @@
 """Marks the rows whose output holds too little of O, lists them, and sums their E . O from the scores again.
 
-With D numbers to a row, it is faint unless |out|^2 + D tiny^2 < 4 |alpha O|^2, tiny the smallest normal number of out's
-dtype: rounding out then adds to E . O at most twice what rounding O itself would add. The first row is always listed: it
-sees one key, so E . O and E . v are one number, and its gradient of the scores is 0 only if they come out alike.
+With D numbers to a row, it is faint unless |out|^2 + D tiny^2 < 4 |alpha O|^2, tiny the smallest normal number of its
+dtype: rounding out then adds to E . O at most twice what rounding O itself would add. The first row is always listed:
+it sees one key, so E . O and E . v are one number, and its gradient of the scores is 0 only if they come out alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_SQUARED = tl.constexpr(4.0)
 
 @triton.jit
 def faint_marks(queries, of_softmax, of_output, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """1 for rows to list, else 0, by the squares of |alpha O| and |out|. A row with a NaN is listed, and gets it back."""
+    """1 for rows to list, else 0, by the squares of |alpha O| and |out|. One with a NaN is listed, and gets it back."""
     tiny: tl.constexpr = 2.0**-14 if dtype == tl.float16 else 2.0**-60  # its square is a number of fp32
     is_clear = of_output + HEAD_DIM * tiny * tiny < of_softmax * MOST_SQUARED
     return tl.where(is_clear & (queries > 0), 0, 1).to(tl.int8)
@@ -46,10 +46,10 @@ def regain_kernel(
     length, row_length, num_parts, scale_log2, num_heads, num_kv_heads, num_slots,
     SIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dalpha_i = sum_j P_ij (E_i . v_j), and what follows from it in B1, B4 and B7. One program owns BLOCK_M listed rows.
+    """dalpha_i = sum_j P_ij (E_i . v_j), and what follows from it in B1, B4, B7. One program owns BLOCK_M listed rows.
 
-    They are neighbours in the list of their head, not in the sequence. Writes, where the pointer is not None: grad_alpha
-    (contiguous [B, H, T]), the second of row_numbers [B, H, 4, row_length], one of the last of sink_parts
+    They are neighbours in the list of their head, not in the sequence. Writes, where the pointer is not None:
+    grad_alpha (contiguous [B, H, T]), the second of row_numbers [B, H, 4, row_length], one of the last of sink_parts
     [B, H, num_parts]. fp32 sums.
     """
     # The last rows see the most keys: they begin first.
@@ -65,11 +65,12 @@ def regain_kernel(
         return
     batch, head = slot // num_heads, slot % num_heads
     kv_head = head // (num_heads // num_kv_heads)
+    listed += slot * length
     places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     listed_here = places < count
-    rows = tl.load(listed + slot * length + places, mask=listed_here, other=0)
-    last_row = tl.max(rows, axis=0)
-    rows = rows.to(tl.int64)
+    last_row = tl.load(listed + tl.minimum(tile * BLOCK_M + BLOCK_M, count) - 1)
+    near_rows = tl.load(listed + places, mask=listed_here, other=last_row)
+    rows = near_rows.to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = listed_here[:, None] & (cols < HEAD_DIM)[None, :]
     q_place = query + (batch * query_b + head * query_h) + rows[:, None] * query_t + cols[None, :]
@@ -77,6 +78,7 @@ def regain_kernel(
     q, e = tl.load(q_place, mask=inside, other=0.0), tl.load(e_place, mask=inside, other=0.0)
     row_lse = tl.load(lse + (batch * lse_b + head * lse_h) + rows * lse_t) * LOG2E
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Two walks, the first without a mask, were no faster.
     for key_tile in tl.range(0, last_row // BLOCK_N + 1):
         k = load_tile(k_desc, batch, kv_head, key_tile * BLOCK_N, BLOCK_N, BLOCK_D)
         v = load_tile(v_desc, batch, kv_head, key_tile * BLOCK_N, BLOCK_N, BLOCK_D)
@@ -84,7 +86,7 @@ def regain_kernel(
         value_grads = tl.dot(e, v.T, input_precision="ieee")
         keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         # By selection, not by product: a key that only later rows see may hold NaN.
-        seen = keys[None, :] <= rows[:, None]
+        seen = keys[None, :] <= near_rows[:, None]
         total += tl.where(seen, tl.exp2(scores * scale_log2 - row_lse[:, None]) * value_grads, 0.0)
     dalpha = tl.sum(total, axis=1)
     alpha_rows = tl.full([BLOCK_M], 1.0, tl.float32)
