@@ -236,7 +236,19 @@ def prologue_kernel(
     for nth in range(HEADS):
         head = group * HEADS + nth
         row_place = (batch * heads + head) * num_queries + first_row + rows
-        lse_place = (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+        # All that a head needs is asked for before anything is written: no load passes a store.
+        if (sink is not None) or (row_numbers is not None):
+            lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+            row_lse = tl.load(lse_place, mask=row_ok, other=0.0)
+        if alpha is not None:
+            alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
+            alpha_rows = tl.load(alpha_place, mask=row_ok, other=0.0).to(tl.float32)
+        if beta is not None:
+            beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
+            beta_rows = tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)
+        known = row_ok
+        if marks is not None:
+            known = row_ok & (tl.load(marks + row_place, mask=row_ok, other=0) == 0)
         grad, o = next_grad.to(tl.float32), next_core.to(tl.float32)
         if HEADS > 1:
             grad_out += go_h
@@ -246,12 +258,8 @@ def prologue_kernel(
             next_core = tl.load(core + core_inner, mask=more, other=0.0)
         mixed = o
         if alpha is not None:
-            alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
-            alpha_rows = tl.load(alpha_place, mask=row_ok, other=0.0).to(tl.float32)
             mixed = mixed * alpha_rows[:, None]
         if beta is not None:
-            beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
-            beta_rows = tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)
             mixed = mixed + beta_rows[:, None] * sums
         if gate is not None:
             gate_place = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
@@ -266,9 +274,7 @@ def prologue_kernel(
                 weighted_sum += beta_rows[:, None] * grad
             else:
                 block_sum += tl.sum(beta_rows[:, None] * grad, axis=0)
-        known = row_ok
         if marks is not None:
-            known = row_ok & (tl.load(marks + row_place, mask=row_ok, other=0) == 0)
             if beta is not None:
                 dalpha -= beta_rows * dbeta
             if alpha is not None:
@@ -279,11 +285,11 @@ def prologue_kernel(
         if (alpha is not None) and (not SHIFT):
             delta = alpha_rows * dalpha
         if sink is not None:
-            share = tl.exp(tl.load(sink + head).to(tl.float32) - tl.load(lse + lse_place, mask=row_ok, other=0.0))
+            share = tl.exp(tl.load(sink + head).to(tl.float32) - row_lse)
             part = -tl.sum(tl.where(known, share * delta, 0.0), axis=0)
             tl.store(sink_parts + (batch * heads + head) * num_parts + block, part)
         if row_numbers is not None:
-            new_lse = tl.load(lse + lse_place, mask=row_ok, other=0.0)
+            new_lse = row_lse
             sign = tl.full([BLOCK], 1.0, tl.float32)
             if (alpha is not None) and (not SHIFT):
                 if SIGNED:

@@ -52,14 +52,14 @@ def regain_kernel(
     grad_alpha (contiguous [B, H, T]), the second of row_numbers [B, H, 4, row_length], one of the last of sink_parts
     [B, H, num_parts]. fp32 sums.
     """
-    # The last rows see the most keys: they begin first.
-    tiles = tl.num_programs(0) // num_slots
-    tile = tiles - 1 - tl.program_id(0) // num_slots
+    nth = tl.program_id(0) // num_slots
     slot = (tl.program_id(0) % num_slots).to(tl.int64)
     count = tl.load(counts + slot)
+    # The last rows see the most keys: they begin first. Programs that find nothing to do come behind all others.
+    tile = tl.cdiv(count, BLOCK_M) - 1 - nth
     if sink_parts is not None:
-        sink_parts += (slot + 1) * num_parts - tiles + tile
-    if tile * BLOCK_M >= count:
+        sink_parts += (slot + 1) * num_parts - 1 - nth
+    if tile < 0:
         if sink_parts is not None:
             tl.store(sink_parts, 0.0)
         return
