@@ -78,6 +78,11 @@ def new_row_numbers(query: Tensor) -> Tensor:
     return torch.empty(batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT, dtype=torch.float32, device=query.device)
 
 
+def new_gradient(of: Tensor) -> Tensor:
+    """Unwritten: like the input as it came, as a compiled graph expects it. Being fresh, it is aligned."""
+    return torch.empty_like(of)
+
+
 def input_gradients(
     grad: Tensor,
     query: Tensor,
@@ -104,8 +109,7 @@ def input_gradients(
     sizes = NARROW if block_d == 64 else WIDE
     tiles = -(-length // sizes.block_m)
     tile_rows = sizes.block_m * block_d // ADDED.value
-    # Like the inputs as they came, as a compiled graph expects it; a fresh tensor with such head dims is aligned.
-    grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    grad_query, grad_key, grad_value = (new_gradient(x) for x in (query, key, value))
     query, key, value, grad = align(query), align(key), align(value), align(grad)
     wide = gl.NVMMASharedLayout(128, 16, 4)
 

@@ -62,12 +62,16 @@ def decode(case: Case) -> None:
             decode_attention(**given | rows, lengths=lengths, block_table=table)
 
 
-def show_results_of_cudnn() -> None:
-    """Copies what cuDNN returns: initcheck takes even cuDNN's own results for memory that nothing wrote.
+def show_unseen_writes() -> None:
+    """Lets initcheck take for written what is: it sees neither how cuDNN writes its results nor the copy engine.
 
-    It then reports the copies, and cuDNN's own reading; whatever it reports in a kernel of ours is a fault.
+    Of cuDNN's results it gets copies; it then reports the copies, and cuDNN's own reading, but whatever it reports in a
+    kernel of ours is a fault. The gradients that the copy engine writes begin as NaN; that all of one is overwritten is
+    for test_alone_backward.py to say.
     """
-    from affine_attention.ops.fused import cudnn, cudnn_backward
+    from affine_attention.ops.fused import alone_backward, cudnn, cudnn_backward
+
+    alone_backward.new_gradient = lambda of: torch.full_like(of, float("nan"))
 
     for module, name in ((cudnn, "_attend"), (cudnn_backward, "attend_backward")):
         inner = getattr(module, name)
@@ -132,14 +136,14 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", metavar="TOOL", help="run under these tools of compute-sanitizer")
     parser.add_argument("--processes", type=int, default=8, help="that share the cases of --tools")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th case, from the I-th on")
-    parser.add_argument("--initcheck", action="store_true", help="copy what cuDNN returns, see the function")
+    parser.add_argument("--initcheck", action="store_true", help="show writes that the tool misses, see the function")
     parser.add_argument("--check", action="store_true", help="fail when a result is wrong")
     options = parser.parse_args()
     if options.tools:
         clean = [sanitize(tool, options.processes) for tool in options.tools]
         sys.exit(not all(clean))
     if options.initcheck:
-        show_results_of_cudnn()
+        show_unseen_writes()
     first, step = map(int, options.part.split("/"))
     ran = decoded = 0
     for number, case in enumerate(cases()[first::step]):

@@ -155,7 +155,8 @@ def test_output_and_every_gradient(case: str, dtype: torch.dtype) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, dtype), make_visibility(shape, options)
     assert why_not(**inputs, visibility=visibility) is None
-    few = inputs["query"].numel() == 1
+    # A sink's gradient is two numbers, and where one key is seen so is the query's: one draw of 16 bits is luck.
+    few = inputs["query"].numel() == 1 or (ON_GPU and dtype != torch.float32)
     check(inputs, visibility, others=[make_inputs(shape, parts, dtype, seed) for seed in range(1, 16 if few else 1)])
 
 
