@@ -152,6 +152,23 @@ def test_small_alphas_keep_their_gradients(always, scale):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sharp_attention_keeps_its_gradients(always, dim, dtype):
+    """Where one key has nearly all the weight E . v and E . O nearly cancel, and noise in the latter would show."""
+    inputs, grad = make(1, 2, 2, 200, 200, dim, AFFINE, dtype, nonnegative=True)
+    inputs["query"] = inputs["query"] * 8
+    visibility = Visibility(1, 200, 200, grad.device, is_causal=True)
+    sharp = reference_attention(
+        **{**dict.fromkeys(ALL), **{name: inputs[name].double() for name in ("query", "key")}},
+        value=torch.eye(200, dtype=torch.float64, device=DEVICE).expand(1, 2, 200, 200),
+        visibility=visibility, softmax_scale=dim**-0.5,
+    ).amax(-1)  # fmt: skip
+    assert (sharp > 0.9).double().mean() > 0.3
+    assert_right(inputs, grad, visibility, nonnegative_alpha=True)
+
+
+@needs_triton
 @pytest.mark.parametrize("names", [AFFINE, ALL])
 def test_takes_any_strides(always, names):
     inputs, grad = make(2, 4, 2, 140, 140, 64, names, DTYPES[0], nonnegative=True)
