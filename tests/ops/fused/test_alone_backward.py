@@ -268,6 +268,22 @@ def test_in_a_cuda_graph(always):
 
 
 @needs_gpu
+@pytest.mark.parametrize("names", [AFFINE, ("alpha", "beta", "sink"), ALL])
+def test_is_registered(always, names):
+    inputs, grad = make(1, 4, 2, 70, 70, 64, names, DTYPES[0])
+    given = {**dict.fromkeys(("query", "key", "value", *ALL)), **{n: x.requires_grad_() for n, x in inputs.items()}}
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = (*given.values(), True, 0.25, False, True)
+    ops = torch.ops.affine_attention
+    torch.library.opcheck(ops.cudnn_forward.default, args, test_utils=utils)
+    out, core, *kept = (x.detach() for x in ops.cudnn_forward(*args))
+    assert (kept[-1].numel() > 0) == ("gate" not in names)
+    rest = [None if x is None else x.detach() for x in given.values()]
+    args = (grad, *rest[:3], core if core.numel() else out, *kept, *rest[3:], True, 0.25, False)
+    torch.library.opcheck(ops.cudnn_backward.default, args, test_utils=utils)
+
+
+@needs_gpu
 def test_offsets_beyond_32_bits(always):
     """Two sequences that lie more than 2^31 elements apart."""
     heads, length, dim = 2, 200, 64
