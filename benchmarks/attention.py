@@ -108,7 +108,7 @@ class Bench:
         given = self.of("affine")
         return lambda: attention(**given, is_causal=True)
 
-    def ours_without_alpha(self) -> Callable[[], Tensor]:
+    def ours_zero_alpha(self) -> Callable[[], Tensor]:
         """The worst case of a backward for which no softmax output is kept: of it, the output now holds nothing."""
         given = {**self.of("affine"), "alpha": self.zero_alpha}
         return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
@@ -186,7 +186,7 @@ def measure(
     functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
     if device == "cuda":
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
-        functions["affine, every alpha 0"] = bench.ours_without_alpha()
+        functions["affine, every alpha 0"] = bench.ours_zero_alpha()
         functions["affine, deterministic"] = bench.ours_deterministic()
     others = bench.rivals() if with_rivals else {}
     naive = bench.naive("affine") if with_naive else None
@@ -206,15 +206,14 @@ def measure(
     both = {n: bench.with_backward(f) for n, f in functions.items()}
     backward = median_seconds(both, rounds, device)
     memory = {n: peak_memory(f, device) for n, f in both.items()}
-    kept = {n: kept_memory(f) if device == "cuda" else None for n, f in functions.items()}
+    kept = {n: kept_memory(f) for n, f in functions.items()} if device == "cuda" else {}
     best_forward = min(forward[n] for n in plain_names)
     best_backward = min(backward[n] for n in plain_names)
     least_memory = min(memory[n] for n in plain_names)
-    least_kept = min((kept[n] or 1) for n in plain_names)
+    least_kept = min((kept[n] for n in plain_names if n in kept), default=1)
 
     rows = []
     for name in functions:
-        of_name = kept[name]
         ran = str(explain(**bench.of(name), is_causal=True)).split(":")[0] if name in MECHANISMS else ""
         rows.append(
             [
@@ -228,7 +227,8 @@ def measure(
                 f"{backward[name] / best_backward:.3f}",
                 f"{memory[name] / 2**20:.0f}",
                 f"{memory[name] / least_memory:.2f}",
-                *(("", "") if of_name is None else (f"{of_name / 2**20:.1f}", f"{of_name / least_kept:.2f}")),
+                f"{kept[name] / 2**20:.1f}" if kept else "",
+                f"{kept[name] / least_kept:.2f}" if kept else "",
                 ran,
             ]
         )

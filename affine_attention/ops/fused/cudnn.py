@@ -17,7 +17,7 @@ from ..sdpa import CudnnAttention
 from ..visibility import Visibility
 from . import on_device, sum_table
 from .alone import forward_alone, forwards_alone
-from .cudnn_backward import STAND_IN, attend_backward, backward, row_gradients, shifts_alpha
+from .cudnn_backward import ELEMENTS, STAND_IN, attend_backward, backward, row_gradients, shifts_alpha
 from .cudnn_kernels import epilogue_kernel
 from .faint import marks_faint_rows, new_marks
 from .launch import is_packed, packed_rows, strides_of
@@ -27,7 +27,6 @@ from .sum_table import block_of, padded, warps_of
 
 aten = torch.ops.aten
 CUDNN = CudnnAttention("cudnn")
-ELEMENTS = 32  # of a tile, to a thread; measured on an H200: several 16-byte loads under way
 
 
 def why_not(
@@ -123,15 +122,16 @@ def _forward(
         core, lse = _attend(query, key, value, is_causal, softmax_scale)
         return core, core.new_empty(0), lse, lse.new_empty(0), _no_marks(core)
     has_marks = keeps and marks_faint_rows(query, key, alpha, beta, gate, is_causal, softmax_scale)
-    marks = new_marks(query) if has_marks else None
+    marks = new_marks(query) if has_marks else _no_marks(query)
+    marked = marks if has_marks else None
     shift = keeps and shifts_alpha(alpha, gate, nonnegative_alpha, has_marks)
     table = query.new_empty(0, dtype=torch.float32) if beta is None else sum_table.new_table(value)
     if forwards_alone(query, key, is_causal, softmax_scale):
         out, core, lse = forward_alone(
             query, key, value, alpha, beta, sink, gate, softmax_scale,
-            table=table, marks=marks, keeps=keeps and not has_marks, shift=shift,
+            table=table, marks=marked, keeps=keeps and not has_marks, shift=shift,
         )  # fmt: skip
-        return out, core, lse, table if keeps else table.new_empty(0), _no_marks(out) if marks is None else marks
+        return out, core, lse, table if keeps else table.new_empty(0), marks
     side = Side(query)
     core, lse = _attend(query, key, value, is_causal, softmax_scale)
     if beta is not None:
@@ -146,7 +146,7 @@ def _forward(
         epilogue_kernel, (query.shape[0] * heads // together * blocks,),
         (
             core, lse, core if only_core or out is not core else None, None if only_core else out,
-            marks, value, table, alpha, beta, sink, gate,
+            marked, value, table, alpha, beta, sink, gate,
         ),
         (
             *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
@@ -158,7 +158,7 @@ def _forward(
     )  # fmt: skip
     if not keeps:
         table = table.new_empty(0)
-    return out, core.new_empty(0) if out is core else core, lse, table, _no_marks(out) if marks is None else marks
+    return out, core.new_empty(0) if out is core else core, lse, table, marks
 
 
 def _no_marks(like: Tensor) -> Tensor:

@@ -65,12 +65,11 @@ def backward(
     grad_out = packed_rows(grad_out)
     has_marks = marks.numel() > 0
     shift = shifts_alpha(alpha, gate, nonnegative_alpha, has_marks)
-    signed = not (nonnegative_alpha and gate is None)
     grad_alpha, grad_beta, grad_sink, grad_gate = row_gradients(query, alpha, beta, sink, gate)
     alone = has_marks or backwards_alone(query, key, is_causal, softmax_scale)
     row_numbers = new_row_numbers(query) if alone else None
     # cuDNN copies a gradient whose strides differ from out's: then the prologue may as well write it (B5).
-    same_sign = shift or alpha is None or (alone and not signed)
+    same_sign = shift or alpha is None or (alone and nonnegative_alpha)
     as_it_is = gate is None and same_sign and (alone or grad_out.stride() == core.stride())
     grad_core = None if as_it_is else torch.empty_like(core)
     num_parts = blocks + (parts_of(num_queries) if has_marks else 0)
@@ -96,7 +95,7 @@ def backward(
                 *strides_of(alpha), *strides_of(beta), *strides_of(gate),
                 *strides_of(None if gate is None else grad_gate), num_queries, blocks, key_blocks, heads, softmax_scale,
                 0 if row_numbers is None else row_numbers.shape[-1], num_parts,
-                repeats, shift, signed, is_causal, dim, block, padded(dim),
+                repeats, shift, is_causal, dim, block, padded(dim),
             ),
             num_warps=warps_of(dim, ELEMENTS_ALONE if alone and gate is None else ELEMENTS),
         )  # fmt: skip
@@ -108,7 +107,8 @@ def backward(
         # Products here, memory there: side by side.
         regain(
             grad_out, query, key, value, lse, alpha, sink, marks, softmax_scale,
-            grad_alpha=None if alpha is None else grad_alpha, row_numbers=row_numbers, sink_parts=parts, signed=signed,
+            grad_alpha=None if alpha is None else grad_alpha, row_numbers=row_numbers, sink_parts=parts,
+            signed=not nonnegative_alpha,
         )  # fmt: skip
         side.run(run_prologue, PAUSE)
         side.join()

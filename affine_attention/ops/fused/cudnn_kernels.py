@@ -193,16 +193,16 @@ def prologue_kernel(
     go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
     num_queries, num_blocks, key_blocks, heads, softmax_scale, row_length, num_parts,
-    HEADS: tl.constexpr, SHIFT: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """B1 to B5 or B7, B6's first step. One program owns BLOCK queries of all HEADS heads of one group.
 
-    SHIFT: lse holds alpha (B5). SIGNED: alpha may be negative. `core` is O; with marks it is out (B8), and what E . O
-    gives is not written for marked rows. Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length]
-    (B7); grad_core = alpha E, with SHIFT E, with row_numbers E and alpha's sign (strides of core); grad_alpha,
-    grad_beta (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the sum of
-    beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
+    SHIFT: lse holds alpha (B5). `core` is O; with marks it is out (B8), and what E . O gives is not written for marked
+    rows. Writes, where the pointer is not None: row_numbers, [B, H, 4, row_length] (B7); grad_core = alpha E, with
+    SHIFT E, with row_numbers E and alpha's sign (strides of core), without which alpha must not be negative;
+    grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the
+    sum of beta E over the group's heads (contiguous [B, G, T, D]), and its block sums, mirrored: block n's is row
     num_blocks - n of weighted_table, so that one forward scan gives sums over *later* blocks.
     """
     slot, block = locate(num_blocks, True)
@@ -292,7 +292,7 @@ def prologue_kernel(
             new_lse = row_lse
             sign = tl.full([BLOCK], 1.0, tl.float32)
             if (alpha is not None) and (not SHIFT):
-                if SIGNED:
+                if grad_core is not None:
                     new_lse -= tl.log(tl.abs(alpha_rows))
                     sign = tl.where(alpha_rows < 0, -1.0, 1.0)
                     grad = grad * sign[:, None]

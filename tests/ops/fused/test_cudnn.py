@@ -273,15 +273,7 @@ def test_kernels_compile(capability):
         "marks": "*i8",
         "softmax_scale": "fp32",
     }
-    constants = {
-        "HEADS": 2,
-        "SHIFT": True,
-        "SIGNED": True,
-        "CAUSAL": True,
-        "HEAD_DIM": 128,
-        "BLOCK": 16,
-        "BLOCK_D": 128,
-    }
+    constants = {"HEADS": 2, "SHIFT": True, "CAUSAL": True, "HEAD_DIM": 128, "BLOCK": 16, "BLOCK_D": 128}
     constants["EARLY"] = capability >= 90
     for name in ("block_sums", "scan", "epilogue", "prologue", "add_later"):
         kernel = getattr(cudnn_kernels, f"{name}_kernel")

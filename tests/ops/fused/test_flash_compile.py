@@ -88,7 +88,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     launch.chosen_config = lambda kernel, head_dim, dtype, device: configs.table_config(
         kernel, head_dim, dtype.itemsize, divmod(capability, 10)
     )
-    alone.INTERPRETER, faint.INTERPRETER = alone.HOPPER, faint.HOPPER  # what tensors on the CPU get
+    alone.INTERPRETER = alone.HOPPER  # what tensors on the CPU get
     for dim in dims:
         query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
         key, value = query[:, :1].clone(), query[:, :1].clone()
