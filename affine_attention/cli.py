@@ -220,7 +220,8 @@ def _tune(options: argparse.Namespace) -> int:
         raise ValueError("a CUDA GPU is needed, and torch sees none; on the CPU there is nothing to tune")
     from .ops.fused.tune import tune_and_save
 
-    print(tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length))
+    for line in tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length):
+        print(line, flush=True)
     return 0
 
 

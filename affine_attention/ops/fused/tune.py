@@ -10,11 +10,14 @@ It concerns the flash route alone: windows, segments, padding, fp32, determinist
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -25,12 +28,13 @@ from .backward import launch_backward
 from .configs import KERNELS, Config, shipped_config
 from .forward import launch_forward
 from .launch import Call, make_rule
-from .tuned import Key, bucket, save
+from .tuned import Key, bucket, file_of, save
 
 ROUNDS = 10
 ELEMENTS = 2**25  # of query: enough work to fill a large GPU
 WORTH = 0.98  # of the shipped sizes' time: what is closer is noise
 HOPELESS = 1.5  # times the best time
+COMPILERS = 16  # threads
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def tune(
     length: int = 2048,
     only: dict[str, Iterable[Config]] | None = None,
     on_candidate: Callable[[str, int, int], None] | None = None,
-) -> list[Found]:
-    """The fastest tile sizes of every kernel for one head dim and dtype, on one GPU.
+) -> Iterator[Found]:
+    """The fastest tile sizes of one kernel after the other, for one head dim and dtype, on one GPU.
 
     Args:
         head_dim: the result serves every head dim of its row in the table (up to 64, 128 or 256).
@@ -76,7 +80,7 @@ def tune(
         device: a CUDA GPU (or the CPU, in Triton's interpreter, where times mean nothing).
         length: of the sequences; the batch is chosen to fill the GPU.
         only: candidates by kernel, in the place of `candidates`.
-        on_candidate: called with kernel, number and count before each.
+        on_candidate: called with what is done, number and count before each.
     """
     device = torch.device(device)
     if not 1 <= head_dim <= 256:
@@ -84,59 +88,84 @@ def tune(
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype must be bfloat16, float16 or float32, got {str(dtype).removeprefix('torch.')}")
     bench = _Bench(head_dim, dtype, device, length)
-    found = []
-    for kernel in KERNELS:
-        shipped = shipped_config(kernel, head_dim, dtype, device)
-        tried = list(only[kernel] if only is not None else candidates(kernel, dtype.itemsize))
-        right = bench.run(kernel, shipped)
-        best, best_time, shipped_time, count, failed = shipped, torch.inf, torch.inf, 0, 0
-        hopeless: set[tuple[int, ...]] = set()  # tiles and warps that a deeper pipeline would not save
-        for number, config in enumerate([shipped, *(each for each in tried if each != shipped)]):
-            if on_candidate is not None:
-                on_candidate(kernel, number + 1, len(tried) + (shipped not in tried))
-            if config[:3] in hopeless:
-                continue
-            count += 1
-            try:
-                same = all(_is_close(a, b) for a, b in zip(bench.run(kernel, config), right, strict=True))
-            except Exception as error:  # what a compiler or a driver raises for sizes that do not fit has many types
-                if config == shipped or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                same = False
-            if not same:
-                failed += 1
-                continue
-            needed = bench.milliseconds(kernel, config)
-            if needed > HOPELESS * best_time:
-                hopeless.add(config[:3])
-            if number == 0:
-                best_time = shipped_time = needed
-            elif needed < min(best_time, WORTH * shipped_time):
-                best, best_time = config, needed
-        bench.chosen[kernel] = best
-        key = (kernel, dtype.itemsize, bucket(head_dim))
-        found.append(Found(key, best, best_time, shipped, shipped_time, count, failed))
-    return found
+    say = on_candidate or (lambda doing, number, count: None)
+
+    def search() -> Iterator[Found]:
+        for kernel in KERNELS:
+            tried = list(only[kernel] if only is not None else candidates(kernel, dtype.itemsize))
+            best = _fastest(bench, kernel, tried, say)
+            bench.chosen[kernel] = best.config
+            yield best
+
+    return search()
 
 
-def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> str:
-    """`tune` for several head dims on the current GPU; saves after each, and says what was found and where it is."""
+def _fastest(bench: _Bench, kernel: str, tried: list[Config], say: Callable[[str, int, int], None]) -> Found:
+    """The best of the shipped tile sizes of a kernel and those to be tried."""
+    shipped = bench.chosen[kernel]
+    tried = [shipped, *(config for config in tried if config != shipped)]
+    if bench.device.type == "cuda":
+        _compile(bench, kernel, tried, say)
+    right = bench.run(kernel, shipped)
+    best, best_time, shipped_time, count, failed = shipped, torch.inf, torch.inf, 0, 0
+    hopeless: set[tuple[int, ...]] = set()  # tiles and warps that a deeper pipeline would not save
+    for number, config in enumerate(tried):
+        say(f"{kernel}, measures", number + 1, len(tried))
+        if config[:3] in hopeless:
+            continue
+        count += 1
+        try:
+            same = all(_is_close(a, b) for a, b in zip(bench.run(kernel, config), right, strict=True))
+        except Exception as error:  # what a compiler or a driver raises for sizes that do not fit has many types
+            if config == shipped or isinstance(error, torch.OutOfMemoryError):
+                raise
+            same = False
+        if not same:
+            failed += 1
+            continue
+        needed = bench.milliseconds(kernel, config)
+        if needed > HOPELESS * best_time:
+            hopeless.add(config[:3])
+        if number == 0:
+            best_time = shipped_time = needed
+        elif needed < min(best_time, WORTH * shipped_time):
+            best, best_time = config, needed
+    key = (kernel, bench.query.dtype.itemsize, bucket(bench.query.shape[-1]))
+    return Found(key, best, best_time, shipped, shipped_time, count, failed)
+
+
+def _compile(bench: _Bench, kernel: str, configs: list[Config], say: Callable[[str, int, int], None]) -> None:
+    """Runs every candidate once, side by side: most of the time is the compiler's, which lets other threads go on."""
+
+    def attempt(config: Config) -> None:
+        with contextlib.suppress(Exception):  # it comes again where the candidate is judged
+            bench.run(kernel, config)
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, COMPILERS)) as pool:
+        for number, _ in enumerate(pool.map(attempt, configs)):
+            say(f"{kernel}, compiles", number + 1, len(configs))
+    torch.cuda.synchronize(bench.device)
+
+
+def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> Iterator[str]:
+    """`tune` for several head dims on the current GPU; saves each kernel's sizes, and says what was found, by lines."""
     gpu = torch.cuda.get_device_name()
-    lines = [f"{gpu}, {str(dtype).removeprefix('torch.')}, {length} tokens"]
+    yield f"{gpu}, {str(dtype).removeprefix('torch.')}, {length} tokens"
     shows = sys.stderr.isatty()
+    path = file_of(gpu)
     for head_dim in head_dims:
 
-        def say(kernel: str, number: int, count: int, head_dim: int = head_dim) -> None:
+        def say(doing: str, number: int, count: int, head_dim: int = head_dim) -> None:
             if shows:
-                print(f"\rhead dim {head_dim}, {kernel}: {number} of {count} ", end="", file=sys.stderr, flush=True)
+                print(f"\r\033[Khead dim {head_dim}, {doing} {number} of {count} ", end="", file=sys.stderr, flush=True)
 
-        found = tune(head_dim, dtype, length=length, on_candidate=say)
-        if shows:
-            print("\r\033[K", end="", file=sys.stderr)
-        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "length": length}
-        path = save(gpu, {each.key: each.config for each in found}, about)
-        lines += [describe(each) for each in found]
-    return "\n".join([*lines, f"saved in {path}; every process that uses this GPU reads it"])
+        for found in tune(head_dim, dtype, length=length, on_candidate=say):
+            if shows:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            path = save(gpu, {found.key: found.config}, {"date": now, "torch": torch.__version__, "length": length})
+            yield describe(found)
+    yield f"saved in {path}; every process that uses this GPU reads it"
 
 
 def describe(found: Found) -> str:

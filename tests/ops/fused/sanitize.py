@@ -13,12 +13,14 @@ compares the results, without a sanitizer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import inspect
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
 
@@ -109,12 +111,17 @@ def sanitize(tool: str, processes: int) -> bool:
     command += [sys.executable, "-W", "ignore", "-m", "tests.ops.fused.sanitize"]
     command += ["--initcheck"] if tool == "initcheck" else []
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    running = [
-        subprocess.Popen([*command, "--part", f"{part}/{processes}"], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for part in range(processes)
-    ]  # fmt: skip
-    outputs = [process.communicate()[0] for process in running]
+    with contextlib.ExitStack() as stack:  # files, not pipes: a process waits where nobody empties its full pipe
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
+        running = [
+            subprocess.Popen([*command, "--part", f"{part}/{processes}"], env=environment, stdout=file, stderr=file)
+            for part, file in enumerate(files)
+        ]
+        outputs = []
+        for process, file in zip(running, files, strict=True):
+            process.wait()
+            file.seek(0)
+            outputs.append(file.read())
     kernels = sum((reported_kernels(output) for output in outputs), Counter[str]())
     ran = sum(int(cases[1]) for output in outputs if (cases := re.search(r"(\d+) cases ran", output)))
     handed_over = kernels.pop("hand-over of warps", 0)

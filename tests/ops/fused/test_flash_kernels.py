@@ -155,9 +155,18 @@ def test_output_and_every_gradient(case: str, dtype: torch.dtype) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, dtype), make_visibility(shape, options)
     assert why_not(**inputs, visibility=visibility) is None
-    # A sink's gradient is two numbers, and where one key is seen so is the query's: one draw of 16 bits is luck.
-    few = inputs["query"].numel() == 1 or (ON_GPU and dtype != torch.float32)
-    check(inputs, visibility, others=[make_inputs(shape, parts, dtype, seed) for seed in range(1, 16 if few else 1)])
+    check(inputs, visibility, others=[make_inputs(shape, parts, dtype, seed) for seed in range(1, draws(shape, dtype))])
+
+
+def draws(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """How many draws tell an error of 16 bits from luck: a sink's gradient is two numbers, and so are one key's rows.
+
+    With one key and a sink two nearly equal numbers are subtracted, in one row of a head: sixteen draws give a ratio
+    from 0.8 to 2.7, 128 one of 1.5 (fp16).
+    """
+    if not ON_GPU or dtype == torch.float32:
+        return 16 if math.prod(shape) == 1 else 1
+    return 128 if min(shape[3:5]) == 1 else 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
