@@ -31,6 +31,7 @@ from .launch import Call, make_rule
 from .tuned import Key, bucket, file_of, save
 
 ROUNDS = 10
+TURNS = 5  # of the best candidate and the shipped sizes, before one takes the other's place
 ELEMENTS = 2**25  # of query: enough work to fill a large GPU
 WORTH = 0.98  # of the shipped sizes' time: what is closer is noise
 HOPELESS = 1.5  # times the best time
@@ -130,6 +131,11 @@ def _fastest(bench: _Bench, kernel: str, tried: list[Config], say: Callable[[str
             best_time = shipped_time = needed
         elif needed < min(best_time, WORTH * shipped_time):
             best, best_time = config, needed
+    if best != shipped:  # the first of many would win by luck, and clocks drift: once more, in turn
+        turns = [[bench.milliseconds(kernel, config) for config in (shipped, best)] for _ in range(TURNS)]
+        shipped_time, best_time = (statistics.median(times) for times in zip(*turns, strict=True))
+        if best_time >= WORTH * shipped_time:
+            best, best_time = shipped, shipped_time
     key = (kernel, bench.query.dtype.itemsize, bucket(bench.query.shape[-1]))
     return Found(key, best, best_time, shipped, shipped_time, count, failed)
 
@@ -213,20 +219,17 @@ class _Bench:
 
     def milliseconds(self, kernel: str, config: Config) -> float:
         """Median of some runs. Whatever runs beside the kernel is the same for all candidates."""
-        times = []
-        for _ in range(ROUNDS if self.device.type == "cuda" else 1):
-            if self.device.type == "cuda":
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                self.run(kernel, config)
-                stop.record()
-                stop.synchronize()
-                times.append(start.elapsed_time(stop))
-            else:
-                begin = time.perf_counter()
-                self.run(kernel, config)
-                times.append(1e3 * (time.perf_counter() - begin))
-        return statistics.median(times)
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            self.run(kernel, config)
+            return 1e3 * (time.perf_counter() - begin)
+        # One run after the other, without a pause: the GPU then waits for none of the host's work but the first's.
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
+        for mark in marks:
+            self.run(kernel, config)
+            mark.record()
+        marks[-1].synchronize()
+        return statistics.median(start.elapsed_time(stop) for start, stop in itertools.pairwise(marks))
 
 
 def _is_close(x: Tensor, right: Tensor) -> bool:
