@@ -144,7 +144,8 @@ def _compile(bench: _Bench, kernel: str, configs: list[Config], say: Callable[[s
     """Runs every candidate once, side by side: most of the time is the compiler's, which lets other threads go on."""
 
     def attempt(config: Config) -> None:
-        with contextlib.suppress(Exception):  # it comes again where the candidate is judged
+        # A thread begins on GPU 0. What is raised here comes again where the candidate is judged.
+        with torch.cuda.device(bench.query.device), contextlib.suppress(Exception):
             bench.run(kernel, config)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, COMPILERS)) as pool:

@@ -60,6 +60,21 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
 
 
 @needs_triton
+def test_who_won_once_must_win_in_turn(monkeypatch):
+    lucky, seen = SMALL["forward"][0], set()
+
+    def clock(self, kernel, config):
+        first = (kernel, config) not in seen
+        seen.add((kernel, config))
+        return 0.5 if config == lucky and first else 1.0
+
+    monkeypatch.setattr(tune._Bench, "milliseconds", clock)
+    for each in tune.tune(16, DTYPES[0], device=DEVICE, length=40, only=SMALL):
+        assert each.config == each.shipped
+        assert each.milliseconds == each.shipped_milliseconds == 1.0
+
+
+@needs_triton
 def test_times_are_measured():
     bench = tune._Bench(16, DTYPES[0], torch.device(DEVICE), 40)
     assert bench.milliseconds("key_grads", configs.shipped_config("key_grads", 16, DTYPES[0], bench.device)) > 0
