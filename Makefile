@@ -13,8 +13,10 @@ study: $(READY)
 study-report: $(READY)
 	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study.html --markdown docs/study.md
 
+# Two processes with a thread each: small tests gain little from torch's own threads. WORKERS=0 runs them in one process.
+WORKERS ?= 2
 test: lint
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 test-all: lint
 	$(RUN) -m pytest -m "slow or not slow"
