@@ -81,7 +81,7 @@ def tune(
         device: a CUDA GPU (or the CPU, in Triton's interpreter, where times mean nothing).
         length: of the sequences; the batch is chosen to fill the GPU.
         only: candidates by kernel, in the place of `candidates`.
-        on_candidate: called with what is done, number and count before each.
+        on_candidate: called at each with what is done, its number and their count.
     """
     device = torch.device(device)
     if not 1 <= head_dim <= 256:
@@ -159,7 +159,6 @@ def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> 
     gpu = torch.cuda.get_device_name()
     yield f"{gpu}, {str(dtype).removeprefix('torch.')}, {length} tokens"
     shows = sys.stderr.isatty()
-    path = file_of(gpu)
     for head_dim in head_dims:
 
         def say(doing: str, number: int, count: int, head_dim: int = head_dim) -> None:
@@ -170,9 +169,9 @@ def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> 
             if shows:
                 print("\r\033[K", end="", file=sys.stderr, flush=True)
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            path = save(gpu, {found.key: found.config}, {"date": now, "torch": torch.__version__, "length": length})
+            save(gpu, {found.key: found.config}, {"date": now, "torch": torch.__version__, "length": length})
             yield describe(found)
-    yield f"saved in {path}; every process that uses this GPU reads it"
+    yield f"saved in {file_of(gpu)}; every process that uses this GPU reads it"
 
 
 def describe(found: Found) -> str:

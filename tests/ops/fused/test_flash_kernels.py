@@ -162,7 +162,7 @@ def draws(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """How many draws tell an error of 16 bits from luck: a sink's gradient is two numbers, and so are one key's rows.
 
     With one key and a sink two nearly equal numbers are subtracted, in one row of a head: sixteen draws give a ratio
-    from 0.8 to 2.7, 128 one of 1.5 (fp16).
+    from 0.8 to 2.8, 128 one of 1.5.
     """
     if not ON_GPU or dtype == torch.float32:
         return 16 if math.prod(shape) == 1 else 1
