@@ -44,14 +44,19 @@ def write(what: str, device: str, title: str, lines: list[str], echo: bool = Tru
     """Writes and, with `echo`, prints the result; returns the path."""
     text = "\n".join([f"# {title}", "", *header(device), *lines]) + "\n"
     kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-") if device == "cuda" else "cpu"
-    folder = Path(os.environ.get("AFFINE_RESULTS", RESULTS))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{what}_{kind}_{datetime.date.today().isoformat()}.md"
+    path = results_folder() / f"{what}_{kind}_{datetime.date.today().isoformat()}.md"
     path.write_text(text)
     if echo:
         print(text)
         print(f"written to {path}")
     return path
+
+
+def results_folder() -> Path:
+    """benchmarks/results, or the folder that AFFINE_RESULTS names; it is made if it does not exist."""
+    folder = Path(os.environ.get("AFFINE_RESULTS", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:

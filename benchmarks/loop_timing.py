@@ -1,0 +1,115 @@
+"""Times functions the way a loop runs them: variants take turns, and host time counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Function = Callable[[], object]
+Measured = dict[str, float | str]  # a number, or the first line of the error that the variant raised
+WARM_UP = 3  # calls: a function compiled with CUDA graphs compiles, records and replays in its first three
+
+
+@dataclass(frozen=True)
+class Case:
+    """One quantity, measured for several variants in one run. The ratio of a variant is taken to `plain`."""
+
+    what: str
+    unit: str
+    measured: Measured
+
+
+def first_line(error: BaseException) -> str:
+    """The error in one short line that fits into a cell of a table."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160].replace("|", "/")
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def build(builders: dict[str, Callable[[], Function]]) -> dict[str, Function]:
+    """Calls every builder. A variant whose builder raises becomes a function that raises the same error."""
+    return {name: _built(builder) for name, builder in builders.items()}
+
+
+def _built(builder: Callable[[], Function]) -> Function:
+    try:
+        return builder()
+    except Exception as error:
+        kept = error
+
+    def fail() -> None:
+        raise kept
+
+    return fail
+
+
+def take_turns(functions: dict[str, Function], rounds: int, seconds: Callable[[Function], float]) -> Measured:
+    """Median of `seconds(function)` for each function. They take turns, so that a slow minute affects all of them.
+
+    A function that raises is left out from then on, and its result is the first line of the error.
+    """
+    errors: dict[str, str] = {}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+
+    def attempt(name: str, action: Function) -> None:
+        try:
+            action()
+        except Exception as error:
+            errors[name] = first_line(error)
+
+    for name, function in functions.items():
+        for _ in range(WARM_UP):
+            if name not in errors:
+                attempt(name, function)
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if name not in errors:
+                attempt(name, lambda name=name, function=function: times[name].append(seconds(function)))
+    return {name: errors[name] if name in errors else statistics.median(times[name]) for name in functions}
+
+
+def host_seconds(device: str, calls: int = 20) -> Callable[[Function], float]:
+    """Time until one call returns to Python, from `calls` back-to-back calls on an idle GPU queue.
+
+    The number of calls is small enough that the launch queue of the GPU does not fill, which would block the host.
+    """
+
+    def seconds(function: Function) -> float:
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - begin) / calls
+
+    return seconds
+
+
+def wall_seconds(device: str, calls: int) -> Callable[[Function], float]:
+    """Wall-clock time of one call, from `calls` consecutive calls that end when the GPU is idle."""
+
+    def seconds(function: Function) -> float:
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        wait(device)
+        return (time.perf_counter() - begin) / calls
+
+    return seconds
+
+
+def scaled(measured: Measured, factor: float) -> Measured:
+    return {name: each if isinstance(each, str) else each * factor for name, each in measured.items()}
+
+
+def per_second(measured: Measured, amount: float) -> Measured:
+    """Turns the seconds that `amount` tokens take into tokens per second."""
+    return {name: each if isinstance(each, str) else amount / each for name, each in measured.items()}
