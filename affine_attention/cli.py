@@ -218,7 +218,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ValueError("a CUDA GPU is needed, and torch sees none; on the CPU there is nothing to tune")
-    from .ops.fused.tune import tune_and_save
+    from .ops.fused.flash.tune import tune_and_save
 
     for line in tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length):
         print(line, flush=True)

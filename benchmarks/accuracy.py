@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from affine_attention.ops.api import forget_plans
 from affine_attention.testing import MAX_ERROR_RATIO, Case, error_ratios, grid_cases
 
 from .results_file import table, write
@@ -64,8 +65,10 @@ def ratios_of(case: Case, impl: str) -> list[tuple[str, float]]:
     """Of every tensor of a case; on a GPU twice, since calls of many elements have kernels of their own."""
     found = list(error_ratios(case, impl).items())
     if case.device == "cuda":
-        with mock.patch("affine_attention.ops.fused.side.LARGE", 0):
+        with mock.patch("affine_attention.ops.fused.plan.LARGE", 0):
+            forget_plans()
             found += error_ratios(case, impl).items()
+        forget_plans()
     return found
 
 

@@ -20,7 +20,7 @@ def test_a_wheel_builds_and_installs_elsewhere(tmp_path):
     assert affine_attention.__version__ in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "affine_attention/py.typed" in names
-    assert "affine_attention/ops/fused/cudnn.py" in names
+    assert "affine_attention/ops/fused/cudnn/kernels.py" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
 

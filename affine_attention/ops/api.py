@@ -1,19 +1,28 @@
-"""Validates a call, chooses the implementation and says why, and runs it: the only dispatch in the project."""
+"""The operator: finds the plan of a call and runs it. The only dispatch in the project.
+
+What serves a call depends on shapes, strides, dtypes, devices, flags and on whether a gradient is needed, not on values.
+So a call is validated and its route is chosen when its signature is first seen; later calls find the runner by the
+signature. `explain` describes the same route.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from .call import AttentionCall, Rows
 from .composed import composed_attention
-from .fused.choose import choose_fused, fused_attention
+from .fused.plan import Route, choose_route, why_not_decode, why_not_fused, why_not_plain
 from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
-from .tiles import plan
+from .tiles import plan as plan_tiles
 from .validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
 from .visibility import Visibility
 
@@ -72,25 +81,26 @@ def attention(
         softmax_scale: 1/sqrt(D) when None.
         nonnegative_alpha: a promise that alpha >= 0 (a sigmoid or linear clipping keeps it), with which the backward
             on a GPU saves time and a tensor. A negative alpha then gives NaN gradients.
-        impl: "auto", "fused", "composed" or "reference". One that is asked for runs or raises, it never falls back.
+        impl: "auto", "fused", "composed" or "reference". An implementation that is named either runs or raises; it never falls back.
 
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
-    _check_impl(impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
-    visibility, scale = _check_call(query, key, value, alpha, beta, sink, gate, mask, is_causal, window,
-                                    segment_ids, softmax_scale)  # fmt: skip
-    rows = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
-    choice = _choose(query, key, value, rows, visibility, impl)
-    call: dict[str, Any] = {**rows, "visibility": visibility, "softmax_scale": scale}
-    # Products inside must not be lowered once more: the dtypes are settled above.
-    with torch.autocast(query.device.type, enabled=False):
-        if choice.impl == "reference":
-            return reference_attention(query, key, value, **call)
-        if choice.impl == "composed":
-            return composed_attention(query, key, value, **call)
-        return fused_attention(query, key, value, **call, kernel=choice.kernels[0], nonnegative_alpha=nonnegative_alpha)
+    tensors = (query, key, value, alpha, beta, sink, gate, mask)
+    settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl)
+    signature = _signature(tensors, segment_ids, settings)
+    runner = None if signature is None else _runners.get(signature)
+    if runner is not None:
+        return runner(tensors, segment_ids)
+    _check_impl(impl)
+    call = _checked_call(*tensors, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha)
+    if signature is None:
+        return _run_in_graph(call, impl)
+    if len(_runners) >= MAX_SIGNATURES:
+        _runners.clear()
+    runner = _runners[signature] = _runner_of(call, impl)
+    return runner(tensors, segment_ids)
 
 
 def attention_weights(
@@ -116,9 +126,7 @@ def attention_weights(
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
     with torch.autocast(query.device.type, enabled=False):
-        return reference_weights(
-            query, key, alpha=alpha, beta=beta, sink=sink, visibility=visibility, softmax_scale=scale
-        )
+        return reference_weights(AttentionCall(query, key, key, Rows(alpha, beta, sink), visibility, scale))
 
 
 def explain(
@@ -141,12 +149,11 @@ def explain(
     """Which implementation `attention` would take with the same arguments, and why. Nothing is computed."""
     _check_impl(impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
-    visibility, _ = _check_call(query, key, value, alpha, beta, sink, gate, mask, is_causal, window,
-                                segment_ids, softmax_scale)  # fmt: skip
-    rows = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
-    choice = _choose(query, key, value, rows, visibility, impl)
+    call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
+                         softmax_scale, nonnegative_alpha)  # fmt: skip
+    choice, _ = _choose(call, impl)
     if choice.impl == "composed":
-        choice = replace(choice, kernels=_kernels_of(query, key, visibility))
+        choice = replace(choice, kernels=_kernels_of(query, key, call.visibility))
     return choice
 
 
@@ -164,40 +171,194 @@ def count_visible_keys(
     return check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids).count()
 
 
-def _choose(
-    query: Tensor, key: Tensor, value: Tensor, rows: dict[str, Tensor | None], visibility: Visibility, impl: str
-) -> Choice:
+Runner = Callable[[tuple[Any, ...], Any], Tensor]
+_runners: dict[tuple[Any, ...], Runner] = {}
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _signature(tensors: tuple[Any, ...], segment_ids: Any, settings: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What decides how a call is served; None where a call is looked at anew every time.
+
+    That is so in a compiled graph, for subclasses of Tensor, and for arguments of a wrong type: True equals 1 in a key.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    is_causal, window, softmax_scale, nonnegative_alpha, _ = settings
+    if type(is_causal) is not bool or type(window) not in _INTEGER or type(softmax_scale) not in _NUMBER:
+        return None
+    if segment_ids is not None:
+        tensors = (*tensors, *segment_ids) if type(segment_ids) is tuple else (*tensors, segment_ids)
+    kinds = []
+    needs_gradient = False
+    for x in tensors:
+        if x is None:
+            kinds.append(None)
+        elif type(x) in _TENSOR_TYPES and x.layout is torch.strided:
+            kinds.append((x.shape, x.stride(), x.dtype, x.device))
+            needs_gradient = needs_gradient or x.requires_grad
+        else:
+            return None
+    return (
+        *kinds, *settings, needs_gradient and torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
+
+
+def forget_plans() -> None:
+    """Drops every plan: for tests and benchmarks that change what a plan is made from."""
+    _runners.clear()
+    if "affine_attention.ops.fused.op" in sys.modules:
+        from .fused.op import _plans
+
+        _plans.clear()
+
+
+_INTEGER, _NUMBER = (int, type(None)), (float, int, type(None))
+MAX_SIGNATURES = 4096  # evaluation has many lengths
+
+
+def _choose(call: AttentionCall, impl: str) -> tuple[Choice, Route | None]:
+    """The implementation of a call, and for "fused" its route."""
     if impl == "reference":
-        return Choice("reference", 'asked for by name; holds the T x S weights, "composed" does not')
+        return Choice("reference", 'asked for by name; holds the T x S weights, "composed" does not'), None
     if impl == "composed":
-        return Choice("composed", "asked for by name")
-    kernel, reason = choose_fused(query, key, value, **rows, visibility=visibility)
-    if kernel is not None:
-        return Choice("fused", reason, (kernel,))
+        return Choice("composed", "asked for by name"), None
+    refusal = why_not_fused(call)
+    if refusal is None:
+        route = choose_route(call, call.needs_gradient)
+        return Choice("fused", route.reason, route.kernels), route
     if impl == "fused":
-        raise ValueError(f'impl="fused" {reason}; use impl="composed", or "auto" to let the call decide')
-    return Choice("composed", f"the fastest implementation that serves this call on {query.device.type}", (),
-                  {"fused": reason})  # fmt: skip
+        raise ValueError(_refusal(refusal))
+    reason = f"the fastest implementation that serves this call on {call.query.device.type}"
+    return Choice("composed", reason, (), {"fused": refusal}), None
+
+
+def _refusal(reason: str) -> str:
+    return f'impl="fused" {reason}; use impl="composed", or "auto" to choose by the call'
+
+
+def _runner_of(call: AttentionCall, impl: str) -> Runner:
+    """A function that serves all calls with the signature of this one, given their tensors and segment ids."""
+    choice, route = _choose(call, impl)
+    if route is None:
+        compute = reference_attention if choice.impl == "reference" else composed_attention
+
+        settings = _forget(call)
+
+        def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
+            # The dtypes are settled: autocast must not lower the operations inside once more.
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                return compute(_same_call(settings, tensors, segment_ids))
+
+        return run
+    return _fused_runner(_forget(call), call, route)
+
+
+def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) -> Runner:
+    """The runner of a fused route; Triton is imported here."""
+    if route.forward == "sdpa":
+        plain = (call.visibility.is_causal, call.softmax_scale)
+        return lambda tensors, _: _plain_attention(*tensors[:3], *plain)
+    if route.forward == "decode":
+        from .fused.decode.op import decode
+
+        return lambda tensors, segment_ids: decode(_same_call(settings, tensors, segment_ids))
+    from .fused.op import plan_of, run_plan
+    from .fused.plan import inputs_of
+
+    needs_gradient = call.needs_gradient
+    if route.forward == "flash" and call.softmax_scale <= 0:
+
+        def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
+            same = _with_positive_scale(_same_call(settings, tensors, segment_ids))
+            return run_plan(plan_of(same, needs_gradient), inputs_of(same), needs_gradient)
+
+        return run
+    plan = plan_of(call, needs_gradient)
+    if call.visibility.has_ranges_only and (call.rows.sink is None or call.rows.sink.is_contiguous()):
+        nothing = (None, None, None)
+        return lambda tensors, _: run_plan(plan, [*tensors[:7], *nothing], needs_gradient)
+    return lambda tensors, segment_ids: run_plan(
+        plan, inputs_of(_same_call(settings, tensors, segment_ids)), needs_gradient
+    )
+
+
+def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
+    """Serves a call while a compiler traces it: decides between implementations, and leaves the route to the operator.
+
+    The operator chooses its route when it runs, where the GPU can be asked.
+    """
+    refusal = "asked for by name" if impl in ("reference", "composed") else why_not_fused(call)
+    if refusal is not None:
+        if impl == "fused":
+            raise ValueError(_refusal(refusal))
+        compute = reference_attention if impl == "reference" else composed_attention
+        with torch.autocast(call.query.device.type, enabled=False):
+            return compute(call)
+    seen, needs_gradient = call.visibility, call.needs_gradient
+    if seen.num_queries < seen.num_keys and why_not_decode(call, needs_gradient) is None:
+        from .fused.decode.op import decode
+
+        return decode(call)
+    if call.rows.is_plain and why_not_plain(call) is None:
+        return _plain_attention(call.query, call.key, call.value, seen.is_causal, call.softmax_scale)
+    from .fused.op import traced_attention
+
+    return traced_attention(call if call.softmax_scale > 0 else _with_positive_scale(call), needs_gradient)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> Tensor:
+    return scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _forget(call: AttentionCall) -> AttentionCall:
+    """The settings of a call without its tensors, which a runner must not keep alive."""
+    seen = replace(call.visibility, query_segments=None, key_segments=None, key_mask=None, pair_mask=None)
+    nothing: Any = None
+    return call._replace(query=nothing, key=nothing, value=nothing, rows=Rows(), visibility=seen)
+
+
+def _same_call(settings: AttentionCall, tensors: tuple[Any, ...], segment_ids: Any) -> AttentionCall:
+    """The call with these tensors, whose signature has been checked before."""
+    query, key, value, alpha, beta, sink, gate, mask = tensors
+    pair = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
+    seen = settings.visibility
+    if mask is not None or segment_ids is not None:
+        masks = {"key_mask": mask} if mask is not None and mask.dim() == 2 else {"pair_mask": mask}
+        seen = replace(seen, query_segments=pair[0], key_segments=pair[1], **masks)
+    return settings._replace(
+        query=query, key=key, value=value, rows=Rows(alpha, beta, sink, gate), visibility=seen
+    )  # fmt: skip
+
+
+def _with_positive_scale(call: AttentionCall) -> AttentionCall:
+    """The same scores with a positive scale: the flash kernels take the row maximum before they scale."""
+    if call.softmax_scale == 0:
+        return call._replace(query=call.query * 0, softmax_scale=1.0)
+    return call._replace(query=-call.query, softmax_scale=-call.softmax_scale)
 
 
 def _kernels_of(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[str, ...]:
     """The PyTorch kernels that the tiles of `composed` would run on, each once."""
     names = []
-    for tiles in plan(visibility, query.device.type):
+    for tiles in plan_tiles(visibility, query.device.type):
         for tile in tiles:
             kernel, _ = choose_kernel(query, key, tile.mask != "none", tile.is_causal)
             names.append(kernel.name)
     return tuple(dict.fromkeys(names))
 
 
-def _check_call(
-    query, key, value, alpha, beta, sink, gate, mask, is_causal, window, segment_ids, softmax_scale
-) -> tuple[Visibility, float]:
+def _checked_call(
+    query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha
+) -> AttentionCall:
     check_query_key(query, key)
     check_value(value, query, key)
     check_rows(query, alpha, beta, sink, gate)
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
-    return visibility, check_softmax_scale(softmax_scale, query.shape[-1])
+    scale = check_softmax_scale(softmax_scale, query.shape[-1])
+    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), visibility, scale, bool(nonnegative_alpha))
 
 
 def _check_impl(impl: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from .call import AttentionCall
 from .dtypes import row_dtype, sum_dtype
 from .shield import poison, shield
 from .tiles import softmax_backward, softmax_forward
@@ -23,25 +24,15 @@ from .visibility import Visibility
 CHUNK_ELEMENTS = 2**20  # of query: a part of the backward whose temporaries do not show in the peak memory
 
 
-def composed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    sink: Tensor | None,
-    gate: Tensor | None,
-    visibility: Visibility,
-    softmax_scale: float,
-) -> Tensor:
+def composed_attention(call: AttentionCall) -> Tensor:
     """F1 to F7 for any visibility, differentiable once in every tensor."""
+    query, key, value, (alpha, beta, sink, gate) = call[:4]
     dim = query.shape[-1]
     if query.device.type == "cuda" and dim % 8:
         # CUDA kernels read vectors of 8; zeros change neither scores nor sums.
         query, key, value = (pad(x, (0, -dim % 8)) for x in (query, key, value))
         gate = None if gate is None else pad(gate, (0, -dim % 8))
-    out = _Composed.apply(query, key, value, alpha, beta, sink, gate, visibility, softmax_scale)
+    out = _Composed.apply(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
     return out[..., :dim]
 
 

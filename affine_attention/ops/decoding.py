@@ -1,18 +1,17 @@
 """One or a few new queries against a cache: lengths per sequence, dense or paged. No gradients.
 
-On a CUDA GPU this is one pass over the cache (ops/fused/decode.py). Elsewhere the cache is made dense, and the same
+On a CUDA GPU this is one pass over the cache (ops/fused/decode). Elsewhere the cache is made dense, and the same
 visibility becomes a small mask [B, 1, T, S] for `composed`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from .call import AttentionCall, Rows
 from .composed import composed_attention
-from .fused.choose import choose_fused
+from .fused.plan import why_not_decode, why_not_fused
 from .validation import (
     check_lengths,
     check_pages,
@@ -63,21 +62,18 @@ def decode_attention(
     check_lengths(lengths, query)
     visibility = check_visibility(query, dense_key, mask=None, is_causal=True, window=window, segment_ids=None)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
-    call: dict[str, Any] = {"alpha": alpha, "beta": beta, "sink": sink, "gate": gate}
+    rows = Rows(alpha, beta, sink, gate)
     with torch.no_grad():
-        kernel, _ = choose_fused(query, dense_key, dense_value, **call, visibility=visibility)
-        if kernel == "decode":
-            from .fused.decode import decode_attention as decode_on_gpu
+        dense = AttentionCall(query, dense_key, dense_value, rows, visibility, scale)
+        if why_not_fused(dense) is None and why_not_decode(dense, needs_gradient=False) is None:
+            from .fused.decode.op import decode
 
-            return decode_on_gpu(
-                query, key, value, **call, visibility=visibility, softmax_scale=scale, lengths=lengths,
-                block_table=block_table,
-            )  # fmt: skip
+            return decode(dense._replace(key=key, value=value), lengths, block_table)
         if block_table is not None:
             key, value = _gather_pages(key, block_table), _gather_pages(value, block_table)
         return composed_attention(
-            query, key, value, **call, visibility=_aligned(visibility, lengths), softmax_scale=scale
-        )
+            AttentionCall(query, key, value, rows, _aligned(visibility, lengths), scale)
+        )  # fmt: skip
 
 
 def _shape_of_pages(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -13,28 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .call import AttentionCall
 from .dtypes import row_dtype
 from .shield import poison, shield
-from .visibility import Visibility
 
 
-def reference_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    sink: Tensor | None,
-    visibility: Visibility,
-    softmax_scale: float,
-) -> Tensor:
+def reference_weights(call: AttentionCall) -> Tensor:
     """F1 to F3: the weights [B, H, T, S]."""
+    query, (alpha, beta, sink, _) = call.query, call.rows
     dtype = row_dtype(query.dtype)
-    visible = visibility.dense()
-    scores_BHTS = query.to(dtype) @ _repeat_heads(key, query.shape[1]).to(dtype).mT * softmax_scale
+    visible = call.visibility.dense()
+    scores_BHTS = query.to(dtype) @ _repeat_heads(call.key, query.shape[1]).to(dtype).mT * call.softmax_scale
     scores_BHTS = scores_BHTS.masked_fill(~visible, -torch.inf)
 
-    # The largest score (or the sink) is taken out so that exp cannot overflow; a row that sees nothing keeps 0.
+    # The largest score (or the sink) is subtracted so that exp cannot overflow; a row that sees nothing keeps 0.
     largest_BHT1 = _row_max(scores_BHTS)
     if sink is not None:
         sink_H11 = sink.to(dtype)[:, None, None]
@@ -53,32 +45,19 @@ def reference_weights(
     return weights_BHTS.masked_fill(~visible, 0)
 
 
-def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    sink: Tensor | None,
-    gate: Tensor | None,
-    visibility: Visibility,
-    softmax_scale: float,
-) -> Tensor:
+def reference_attention(call: AttentionCall) -> Tensor:
     """F4 on top of `reference_weights`: the output [B, H, T, D] in the dtype of query."""
-    dtype = row_dtype(query.dtype)
-    heads = query.shape[1]
-    key, value, broken = shield(key, value)
-    weights_BHTS = reference_weights(
-        query, key, alpha=alpha, beta=beta, sink=sink, visibility=visibility, softmax_scale=softmax_scale
-    )
+    dtype = row_dtype(call.query.dtype)
+    heads, gate = call.query.shape[1], call.rows.gate
+    key, value, broken = shield(call.key, call.value)
+    weights_BHTS = reference_weights(call._replace(key=key))
     out_BHTD = weights_BHTS @ _repeat_heads(value, heads).to(dtype)
     if gate is not None:
         out_BHTD = gate.to(dtype) * out_BHTD
-    poison_BHT1 = poison(broken, visibility, heads, dtype)
+    poison_BHT1 = poison(broken, call.visibility, heads, dtype)
     if poison_BHT1 is not None:
         out_BHTD = out_BHTD + poison_BHT1
-    return out_BHTD.to(query.dtype)
+    return out_BHTD.to(call.query.dtype)
 
 
 def _repeat_heads(x_BGSD: Tensor, heads: int) -> Tensor:

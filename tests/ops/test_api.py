@@ -55,11 +55,11 @@ def test_auto_says_why_it_is_not_fused():
 
 
 def test_a_gpu_without_triton_falls_to_composed(monkeypatch):
-    from affine_attention.ops.fused import choose
+    from affine_attention.ops.fused import plan
 
     given, visible = tensors()
-    monkeypatch.setattr(choose, "INTERPRETED", True)  # past the question for a GPU
-    monkeypatch.setattr(choose, "HAS_TRITON", False)
+    monkeypatch.setattr(plan, "INTERPRETED", True)  # as if there were a GPU
+    monkeypatch.setattr(plan, "HAS_TRITON", False)
     choice = explain(**given, **visible)
     assert choice.impl == "composed"
     assert choice.refused == {"fused": "needs Triton, which is not installed"}

@@ -29,11 +29,12 @@ import triton
 import triton.language as tl
 
 from affine_attention import attention, decode_attention
-from affine_attention.ops.fused import side
+from affine_attention.ops.api import forget_plans
+from affine_attention.ops.fused import plan as planning
 from affine_attention.testing import MAX_ERROR_RATIO, Case, error_ratios, grid_cases, make_inputs, run
 
 NOT_SERVED = ("mask", "head_mask")
-LARGE = side.LARGE
+LARGE = planning.LARGE
 LONGEST = 100  # in the place of 1000: a sanitizer runs a kernel hundreds of times slower
 
 
@@ -67,17 +68,19 @@ def decode(case: Case) -> None:
 
 
 def show_unseen_writes() -> None:
-    """Lets initcheck take for written what is: it sees neither how cuDNN writes its results nor the copy engine.
+    """Makes initcheck count as written what is written: it sees neither how cuDNN writes its results nor TMA.
 
-    Copies take the place of cuDNN's results. The tool then reports the kernel that copies, by its name one of cuDNN's,
-    and cuDNN's own reading; whatever it reports in another kernel is a fault. The gradients that the copy engine writes
-    begin as NaN; that all of one is overwritten is for test_alone_backward.py to say.
+    Copies replace cuDNN's results. The tool then reports the kernel that copies, which is named after cuDNN, and cuDNN's
+    own reads; a report in another kernel is an error. The gradients that TMA writes start as NaN;
+    hopper/test_backward.py checks that all of each is overwritten.
     """
-    from affine_attention.ops.fused import alone_backward, cudnn, cudnn_backward
+    from affine_attention.ops.fused.cudnn import backward as cudnn_backward
+    from affine_attention.ops.fused.cudnn import forward as cudnn_forward
+    from affine_attention.ops.fused.hopper import backward as hopper_backward
 
-    alone_backward.new_gradient = lambda of: torch.full_like(of, float("nan"))
+    hopper_backward.new_gradient = lambda of: torch.full_like(of, float("nan"))
 
-    for module, name in ((cudnn, "_attend"), (cudnn_backward, "attend_backward")):
+    for module, name in ((cudnn_forward, "attend"), (cudnn_backward, "attend_backward")):
         inner = getattr(module, name)
         setattr(module, name, lambda *args, inner=inner: tuple(copy_of(x) for x in inner(*args)))
 
@@ -113,7 +116,7 @@ def is_cudnns(kernel: str) -> bool:
 @functools.cache
 def hand_over_places() -> tuple[str, str]:
     """Where in the source the hand-over of warps is found: the head of the kernel, and the call that asks for it."""
-    from affine_attention.ops.fused.alone_backward_kernels import gradients_kernel
+    from affine_attention.ops.fused.hopper.backward_kernels import gradients_kernel
 
     lines, first = inspect.getsourcelines(gradients_kernel.fn)
     found = [number for number, line in enumerate(lines, first) if line.startswith(("def ", "    gl.warp_specialize("))]
@@ -170,7 +173,8 @@ def main() -> None:
     first, step = map(int, options.part.split("/"))
     ran = decoded = 0
     for number, case in enumerate(cases()[first::step]):
-        side.LARGE = 0 if number % 2 else LARGE  # every second one as if it were large: other kernels, a second stream
+        planning.LARGE = 0 if number % 2 else LARGE  # every second one as if it were large: other kernels, a side stream
+        forget_plans()
         if options.check:
             worst = max(error_ratios(case, "fused").values(), default=0.0)
             assert worst <= MAX_ERROR_RATIO, f"{case}: {worst}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import alone_backward_kernels
+from affine_attention.ops.fused.hopper import backward_kernels
 
 from .sanitize import hand_over_places, is_cudnns, reported_kernels
 
@@ -18,7 +18,7 @@ OUTPUT = """
 =========     by thread (0,0,0) in block (1,0,0)
 =========     Address 0x7f00 and is 3 bytes after the nearest allocation at 0x7e00 of size 16 bytes
 ========= Invalid __global__ read of size 2 bytes
-=========     at epilogue_kernel+0x30 in cudnn_kernels.py:95
+=========     at epilogue_kernel+0x30 in kernels.py:95
 ========= Uninitialized __global__ memory read of size 2 bytes
 =========     at _copy_cudnns_result+0x90 in sanitize.py:96
 ========= Warning: Race reported between Read access at cudnn_generated_fort_native_sdpa_kernel0_0+0x1f30
@@ -39,7 +39,7 @@ def test_kernels_are_counted_by_name():
 def test_the_hand_over_of_warps_is_counted_apart():
     head, call = hand_over_places()
     file, line = head.split(":")
-    source = Path(alone_backward_kernels.__file__).read_text().splitlines()
+    source = Path(backward_kernels.__file__).read_text().splitlines()
     assert source[int(line) - 1].startswith("def gradients_kernel(")
     assert "gl.warp_specialize(" in source[int(call.split(":")[1]) - 1]
     report = f"""

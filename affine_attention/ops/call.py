@@ -1,0 +1,139 @@
+"""One call of the operator as one object: tensors, row coefficients, visibility and scale; and the same without memory.
+
+`AttentionCall` is what an implementation computes. `CallSpec` is what a plan keeps of the first call of a kind: shapes,
+strides, dtypes and device, which decide how all calls of the kind are served.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .visibility import Visibility
+
+
+class Rows(NamedTuple):
+    """The coefficients of the rows of a call; None where the call has none."""
+
+    alpha: Tensor | None = None  # [B, H, T]
+    beta: Tensor | None = None  # [B, H, T]
+    sink: Tensor | None = None  # [H]
+    gate: Tensor | None = None  # [B, H, T, D]
+
+    @property
+    def is_plain(self) -> bool:
+        """True for plain softmax attention."""
+        return self.alpha is None and self.beta is None and self.sink is None and self.gate is None
+
+
+class AttentionCall(NamedTuple):
+    """A checked call. Every implementation takes one of these and returns the output [B, H, T, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rows: Rows
+    visibility: Visibility
+    softmax_scale: float
+    nonnegative_alpha: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        visibility: Visibility,
+        softmax_scale: float,
+        nonnegative_alpha: bool = False,
+        **rows: Any,
+    ) -> AttentionCall:
+        """The call with alpha, beta, sink and gate given by keyword."""
+        return cls(query, key, value, Rows(**rows), visibility, softmax_scale, nonnegative_alpha)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The seven inputs that can have a gradient, in the order of the gradients that a backward returns."""
+        return self.query, self.key, self.value, *self.rows
+
+    @property
+    def needs_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
+
+
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor, without its memory: what a plan keeps of its first call."""
+
+    __slots__ = ("_strides", "device", "dtype", "shape")
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.shape, self._strides, self.dtype, self.device = shape, strides, dtype, device
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorSpec:
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._strides if dim is None else self._strides[dim]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
+
+    @property
+    def fresh_strides(self) -> tuple[int, ...]:
+        """The strides of torch.empty_like of such a tensor."""
+        like = torch.empty_strided(self.shape, self._strides, dtype=self.dtype, device="meta")
+        return tuple(torch.empty_like(like).stride())
+
+
+class RowSpecs(NamedTuple):
+    """`Rows` without memory."""
+
+    alpha: TensorSpec | None
+    beta: TensorSpec | None
+    sink: TensorSpec | None
+    gate: TensorSpec | None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.alpha is None and self.beta is None and self.sink is None and self.gate is None
+
+
+class CallSpec(NamedTuple):
+    """An `AttentionCall` without memory. The tensors of its visibility are specs, too."""
+
+    query: TensorSpec
+    key: TensorSpec
+    value: TensorSpec
+    rows: RowSpecs
+    visibility: Visibility
+    softmax_scale: float
+    nonnegative_alpha: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> CallSpec:
+        def spec(x: Tensor | None) -> Any:
+            return None if x is None else TensorSpec.of(x)
+
+        seen = call.visibility
+        seen = replace(
+            seen, query_segments=spec(seen.query_segments), key_segments=spec(seen.key_segments),
+            key_mask=spec(seen.key_mask), pair_mask=spec(seen.pair_mask),
+        )  # fmt: skip
+        query, key, value, *rows = map(spec, call.tensors)
+        return cls(query, key, value, RowSpecs(*rows), seen, call.softmax_scale, call.nonnegative_alpha)

@@ -1,0 +1,1 @@
+"""A few queries against a cache, without gradients."""

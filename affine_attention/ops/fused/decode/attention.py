@@ -1,0 +1,164 @@
+"""Decodes one kind of call: chooses tiles and splits, and launches the kernels of kernels.py.
+
+Short caches take one launch: with one split there is nothing to merge, and the first kernel finishes the rows itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import CallSpec, TensorSpec
+from ..shared.launch import Launch, LaunchSet, Slot
+from ..shared.tiles import LOG2E
+from ..shared.value_sums import padded
+from ..shared.workspace import Workspace
+from .kernels import merge_kernel, split_kernel
+
+MAX_QUERIES = 16
+MAX_ROWS = 64  # of a tile; more rows (many heads per group, many queries) become more tiles
+MIN_STEPS = 2  # tiles of keys per split, at least
+MAX_STEPS_AT_ONCE = 8  # tiles of keys that one split may have where that saves the launch of the merge
+MAX_SPLITS = 512
+MAX_ROW_STRIDE = 2**23  # of a page whose tiles have 32-bit offsets inside
+(QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, KEY_MASK, LENGTHS, BLOCK_TABLE, OUT, NUM_TENSORS) = range(12)
+
+
+class Decode:
+    """The output [B, H, T, D] of one kind of call against a cache.
+
+    Args:
+        call: the first call of the kind; for a paged cache key and value are [pages, page_size, G, D], and
+            `visibility.num_keys` is pages * page_size.
+        lengths, block_table: of the first call; None where it has none.
+    """
+
+    def __init__(
+        self, call: CallSpec, lengths: TensorSpec | None = None, block_table: TensorSpec | None = None
+    ):  # fmt: skip
+        query, key, value, (alpha, beta, sink, gate) = call[:4]
+        visibility = call.visibility
+        batch, heads, num_queries, dim = query.shape
+        self.device = query.get_device()
+        if block_table is None:
+            groups, page_size = key.shape[1], 1
+            key_strides, value_strides = key.stride()[:3], value.stride()[:3]
+        else:
+            page_size, groups = key.shape[1:3]
+            key_strides, value_strides = ((x.stride(0), x.stride(2), x.stride(1)) for x in (key, value))
+        repeats = heads // groups
+        rows = (repeats + (beta is not None)) * num_queries
+        block_m, block_d = min(max(16, padded(rows)), MAX_ROWS), padded(dim)
+        window, num_keys = visibility.window, visibility.num_keys
+        reach = num_keys if window is None else min(num_keys, window + num_queries - 1)
+        tiles = -(-rows // block_m)
+        programs = batch * groups * tiles
+        num_sms, shared_bytes = _resources(query.device)
+        # The wide tiles are larger than the usual page.
+        plan = choose_tiles(block_d * query.element_size(), programs, num_sms, shared_bytes if page_size == 1 else 0)
+        steps = -(-reach // plan.block_n)
+        finish = num_queries == 1 and tiles == 1 and steps <= MAX_STEPS_AT_ONCE
+        splits = 1 if finish else choose_splits(programs, steps, num_sms * plan.ctas_per_sm)
+        # A window may start anywhere in a page; and offsets inside a tile are then 32-bit.
+        near = max(key_strides[2], value_strides[2]) <= MAX_ROW_STRIDE
+        one_page = block_table is not None and window is None and page_size % plan.block_n == 0 and near
+        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if not finish:
+            arrays = {"max": ((batch, groups, splits, rows), torch.float32),
+                      "sum": ((batch, groups, splits, rows), torch.float32),
+                      "acc": ((batch, groups, splits, rows, dim), torch.float32)}  # fmt: skip
+        self.workspace = Workspace(arrays, query.device)
+        parts = [None if finish else Slot(NUM_TENSORS + n) for n in range(3)]
+        row_slots = [None if x is None else Slot(n) for n, x in enumerate(call.rows, ALPHA)]
+        out_strides = query.fresh_strides
+        mask = visibility.key_mask
+        strides = [_strides(x) for x in (alpha, beta, gate)]
+        launches = [Launch(
+            split_kernel, (splits * programs,),
+            (
+                Slot(QUERY), Slot(KEY), Slot(VALUE), None if mask is None else Slot(KEY_MASK),
+                None if lengths is None else Slot(LENGTHS), None if block_table is None else Slot(BLOCK_TABLE), *parts,
+                *(row_slots if finish else (None,) * 4), Slot(OUT) if finish else None,
+                *query.stride()[:3], *key_strides, *value_strides, *((0, 0) if mask is None else mask.stride()),
+                0 if block_table is None else block_table.stride(0),
+                *strides[0][:2], *strides[1][:2], *strides[2][:2], *out_strides[:2],
+                num_queries, num_keys, groups, repeats, rows, splits, window or 0, call.softmax_scale * LOG2E.value,
+                visibility.is_causal and num_queries > 1, window is not None, page_size, one_page, finish,
+                dim, block_m, plan.block_n, block_d,
+            ),
+            num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers,
+        )]  # fmt: skip
+        if not finish:
+            launches.append(Launch(
+                merge_kernel, (num_queries * heads * batch,),
+                (
+                    *parts, *row_slots, Slot(OUT), *strides[0], *strides[1], *strides[2], *out_strides[:3],
+                    num_queries, heads, repeats, rows, splits, dim, min(32, 1 << (splits - 1).bit_length()), block_d,
+                ),
+                num_warps=4,
+            ))  # fmt: skip
+        self.launches = LaunchSet({"decode": launches}, self.workspace)
+
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """`inputs` are query, key, value, alpha, beta, sink, gate, the key mask, lengths and the block table."""
+        query = inputs[QUERY]
+        assert query is not None
+        out = torch.empty_like(query)
+        self.launches.run("decode", self.launches.values((*inputs, out), self.workspace.new()), self.device)
+        return out
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Keys of a tile, warps, pipeline stages, and the CTAs that are resident on one SM."""
+
+    block_n: int
+    warps: int
+    stages: int
+    ctas_per_sm: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most: with more, fewer CTAs would be resident, and the rest a second wave."""
+        return min(255, 2**16 // (32 * self.warps * self.ctas_per_sm))
+
+
+def choose_tiles(row_bytes: int, programs: int, num_sms: int, shared_bytes: int) -> DecodeTiles:
+    """Measured on an H200 with 512 MB of keys and values; row_bytes are those of one padded key.
+
+    Long rows and few sequences: one CTA per SM with deep, wide tiles. Otherwise smaller tiles, and several CTAs per SM
+    that hide each other's latency.
+    """
+    if row_bytes <= 128:
+        return DecodeTiles(64, 2, 3, 4)
+    wide = max(32, 32768 // row_bytes)
+    if programs <= num_sms and shared_bytes >= 160 * 1024:
+        return DecodeTiles(wide, 8, 3, 1)
+    return DecodeTiles(max(16, wide // 2), 4, 2, 4)
+
+
+def choose_splits(programs: int, steps: int, room: int) -> int:
+    """Into how many parts the keys of a sequence are split, given the CTAs that there are without a split.
+
+    As many as keep all CTAs resident at once (a second, nearly empty wave takes as long as a full one), at least
+    MIN_STEPS tiles of keys per part, and no empty parts.
+    """
+    wanted = max(1, min(room // programs, steps // MIN_STEPS, MAX_SPLITS))
+    return -(-steps // -(-steps // wanted))
+
+
+@functools.cache
+def _resources(device: torch.device) -> tuple[int, int]:
+    """(SMs, bytes of shared memory that one CTA may use)."""
+    if device.type != "cuda":
+        return 4, 0
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def _strides(x: TensorSpec | None) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else tuple(x.stride()[:3])

@@ -1,0 +1,98 @@
+"""Runs the decode kernels by a plan that is made once for each kind of call; an operator of torch.library in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall, CallSpec, Rows, TensorSpec
+from ...visibility import Visibility
+from ..op import MAX_PLANS, current_device
+from .attention import Decode
+
+_plans: dict[tuple[Any, ...], Decode] = {}
+_library = torch.library.Library("affine_attention", "FRAGMENT")
+_library.define(
+    "decode(Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? sink, Tensor? gate, "
+    "Tensor? key_mask, Tensor? lengths, Tensor? block_table, bool is_causal, int? window, int num_keys, "
+    "float softmax_scale) -> Tensor"
+)
+
+
+def decode(call: AttentionCall, lengths: Tensor | None = None, block_table: Tensor | None = None) -> Tensor:
+    """The output [B, H, T, D] in the dtype of query. kernels.py describes how caches are laid out.
+
+    `visibility.num_keys` is the capacity of the cache (S, or pages times page_size). With `lengths` the alignment is to
+    them, not to S. Every entry of `block_table` that a length covers must be a page of the cache; it is not checked,
+    which would wait for the device.
+    """
+    if call.needs_gradient:
+        raise ValueError("decode has no gradient, and an input requires one; call it under torch.no_grad()")
+    seen = call.visibility
+    arguments = (
+        *call.tensors, seen.key_mask, lengths, block_table, seen.is_causal, seen.window, seen.num_keys,
+        call.softmax_scale,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or type(call.query) not in (Tensor, torch.nn.Parameter):
+        return torch.ops.affine_attention.decode(*arguments)
+    return _decode(*arguments)
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    sink: Tensor | None,
+    gate: Tensor | None,
+    key_mask: Tensor | None,
+    lengths: Tensor | None,
+    block_table: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    num_keys: int,
+    softmax_scale: float,
+) -> Tensor:
+    inputs = [
+        packed(query), packed(key), packed(value), alpha, beta, None if sink is None else sink.contiguous(),
+        packed(gate), None if key_mask is None else key_mask.view(torch.int8), lengths, packed(block_table),
+    ]  # fmt: skip
+    address = 0
+    for x in inputs:
+        if x is not None:
+            address |= x.data_ptr()
+    # Triton compiles apart for addresses at multiples of 16 bytes; masks and lengths need not be at one.
+    aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in inputs) if address & 15 else True
+    kind = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs), aligned, is_causal,
+            window, num_keys, softmax_scale)  # fmt: skip
+    plan = _plans.get(kind)
+    if plan is None:
+        plan = _new_plan(kind, inputs, is_causal, window, num_keys, softmax_scale)
+    with current_device(plan.device):
+        return plan(*inputs)
+
+
+def _new_plan(kind: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale) -> Decode:
+    query, key, value, alpha, beta, sink, gate, key_mask, lengths, block_table = inputs
+    seen = Visibility(
+        query.shape[0], query.shape[2], num_keys, query.device, is_causal, window, key_mask=key_mask
+    )  # fmt: skip
+    call = AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    specs = (None if x is None else TensorSpec.of(x) for x in (lengths, block_table))
+    plan = _plans[kind] = Decode(CallSpec.of(call), *specs)
+    return plan
+
+
+def packed(x: Any) -> Any:
+    """The kernels read rows of D neighbours: a tensor whose last dimension is strided is copied."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+_library.impl("decode", _decode, "CUDA")
+_library.impl("decode", _decode, "CPU")  # in Triton's interpreter
+torch.library.register_fake("affine_attention::decode", lambda query, *_: torch.empty_like(query), lib=_library)

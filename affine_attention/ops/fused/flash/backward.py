@@ -1,0 +1,426 @@
+"""The backward for every visibility that is a range of keys, in Triton: row gradients, then dQ, then dK and dV.
+
+Three kernels: B2, B5 and B6 for the rows; dQ of B3; dK of B3 with B4. No division by alpha, and no atomics: every program
+owns what it writes, so results are deterministic.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...call import CallSpec, TensorSpec
+from ..shared.descriptors import key_section, query_section, tile_descriptor
+from ..shared.launch import ALIGNMENT, Launch, LaunchSet, Slot
+from ..shared.tile_sizes import Config
+from ..shared.tiles import (
+    FULL,
+    GRID_NUMBERS,
+    LEFT,
+    LOG2E,
+    load_row_scalars,
+    load_tile,
+    needs_shield,
+    scheduled_block,
+    span_phase,
+    store_row_scalars,
+    store_tile,
+    sum_full_tiles,
+    tile_span,
+    visible_pairs,
+    without_broken,
+)
+from ..shared.value_sums import padded
+from ..shared.workspace import Workspace
+from .forward import PRECISION, size_of
+from .ranges import RangeArrays
+from .rule import make_rule
+
+(GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, DQ, DK, DV, DALPHA,
+ DBETA, DGATE, SINK_PARTS, NUM_TENSORS) = range(20)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GRID_NUMBERS[:2])
+def _row_kernel(
+    o_desc, grad_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, lse, sums, ranges,
+    delta, dalpha, dalpha_strides, dbeta, dbeta_strides, dsink_parts, dgate, dgate_strides,
+    scaled_grad, scaled_strides, rule, num_heads, num_kv_heads,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """B2, B5, B6. One program owns BLOCK_M queries of one head; writes delta, dalpha, dbeta, dgate, E, a part of dsink.
+
+    fp32 sums. Outputs of absent inputs are None.
+    """
+    batch = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    block = tl.program_id(1)
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_strides = (num_heads * rule.num_queries, rule.num_queries, 1)
+
+    softmax_out = load_tile(o_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    grad = load_tile(grad_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    e = grad.to(tl.float32)
+    if gate_desc is not None:
+        e *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+        store_tile(scaled_grad, scaled_strides, batch, head, queries, rule.num_queries, e, HEAD_DIM, BLOCK_D)
+
+    row_dalpha = tl.sum(e * softmax_out, 1)
+    row_delta = row_dalpha
+    if gate_desc is not None:
+        # From E as B3 and B4 read it: where alpha E . v and delta cancel, both must be rounded the same way.
+        row_delta = tl.sum(e.to(grad.dtype).to(tl.float32) * softmax_out, 1)
+    mixed = softmax_out
+    if alpha is not None:
+        row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)
+        row_delta *= row_alpha
+        mixed = row_alpha[:, None] * softmax_out
+        store_row_scalars(dalpha, dalpha_strides, batch, head, queries, rule.num_queries, row_dalpha)
+    store_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries, row_delta)
+    if beta is not None:
+        kv_head = head // (num_heads // num_kv_heads)
+        first = block * BLOCK_M + rule.num_keys - rule.num_queries
+        last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
+        of_block = None
+        if ranges is not None:
+            of_block = ranges + (batch * tl.num_programs(1) + block) * 4
+        span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
+        prefix: tl.constexpr = (rule.back is None) and (ranges is None)
+        full_sum = sum_full_tiles(
+            sums, span, batch, kv_head, num_kv_heads, tl.cdiv(rule.num_keys, BLOCK_N), HEAD_DIM, BLOCK_D, prefix
+        )[None, :]
+        row_dbeta = tl.sum(e * full_sum, 1)
+        value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + full_sum
+        left = e.to(grad.dtype)
+        for phase in tl.static_range(1, 3):
+            begin, end = span_phase(span, phase)
+            if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+                for tile in tl.range(begin, end, num_stages=1):
+                    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                    visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
+                    v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+                    if needs_shield(rule, phase):
+                        v = without_broken(v)
+                    # dbeta needs E . v on the edges only; the sums themselves are for the gate.
+                    value_grads = tl.dot(left, v.T, input_precision=PRECISION)
+                    row_dbeta += tl.sum(tl.where(visible, value_grads, 0.0), 1)
+                    if gate_desc is not None:
+                        weights = tl.where(visible, 1.0, 0.0).to(v.dtype)
+                        value_sum = tl.dot(weights, v, value_sum, input_precision=PRECISION)
+        store_row_scalars(dbeta, dbeta_strides, batch, head, queries, rule.num_queries, row_dbeta)
+        if gate_desc is not None:
+            mixed += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
+    if gate_desc is not None:
+        dgate_tile = grad.to(tl.float32) * mixed
+        store_tile(dgate, dgate_strides, batch, head, queries, rule.num_queries, dgate_tile, HEAD_DIM, BLOCK_D)
+    if sink is not None:
+        row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)
+        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+        # A row whose lse is -inf saw neither keys nor sink.
+        weight = tl.where(row_lse == float("-inf"), 0.0, tl.exp2(sink_log2 - row_lse))
+        part = -tl.sum(tl.where(queries < rule.num_queries, weight * row_delta, 0.0), 0)
+        tl.store(dsink_parts + tl.program_id(0) * tl.num_programs(1) + block, part)
+
+
+@triton.jit
+def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr):
+    """P of one tile in either orientation; row_lse is shaped to broadcast along the keys."""
+    p = tl.exp2(scores * scale_log2 - row_lse)
+    if MASKED:
+        # Select instead of multiplying by 0: an invisible key may hold NaN, an empty row has lse = -inf.
+        p = tl.where(visible, p, 0.0)
+    return p
+
+
+@triton.jit
+def _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED: tl.constexpr):
+    """dS of one tile in either orientation, from P and E . v."""
+    if row_alpha is not None:
+        value_grads = value_grads * row_alpha
+    ds = p * (value_grads - row_delta)
+    if MASKED:
+        ds = tl.where(visible, ds, 0.0)
+    return ds
+
+
+@triton.jit
+def _query_grad_step(
+    dq, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, SHIELD: tl.constexpr,
+):  # fmt: skip
+    """B3, dQ, for one tile of keys."""
+    k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+    v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+    visible = None
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if MASKED:
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
+    if SHIELD:
+        # Rows that see a key that is not finite are NaN through lse; the MMA must not spread it to the others.
+        k = without_broken(k)
+    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED)
+    value_grads = tl.dot(e, v.T, input_precision=PRECISION)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=GRID_NUMBERS)
+def _query_grad_kernel(
+    q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, lse, delta, ranges, dq, dq_strides, rule,
+    softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """B3, dQ. One program owns BLOCK_M queries of one head; writes dq. fp32 sums."""
+    num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
+    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=True)
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    kv_head = head // (num_heads // num_kv_heads)
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = block * BLOCK_M + rule.num_keys - rule.num_queries
+    last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
+    of_block = None
+    if ranges is not None:
+        of_block = ranges + (batch * num_blocks + block) * 4
+    span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
+
+    q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    e = load_tile(e_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    row_strides = (num_heads * rule.num_queries, rule.num_queries, 1)
+    row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)[:, None]
+    row_delta = load_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries)[:, None]
+    row_alpha = None
+    if alpha is not None:
+        row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for phase in tl.static_range(3):
+        begin, end = span_phase(span, phase)
+        if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+            for tile in tl.range(begin, end):
+                total = _query_grad_step(
+                    total, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule,
+                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, needs_shield(rule, phase),
+                )  # fmt: skip
+    store_tile(dq, dq_strides, batch, head, queries, rule.num_queries, total * softmax_scale, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _key_grad_step(
+    dk, dv, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, tile, batch, head, num_heads,
+    keys, rule, scale_log2,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """B3, dK, and B4 for one tile of queries. All tiles are transposed: an MMA takes its left operand as computed."""
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_tile(q_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
+    e = load_tile(e_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
+    row_strides = (num_heads * rule.num_queries, rule.num_queries, 1)
+    # Rows beyond the end load as 0 everywhere (q, E, alpha, beta, delta, lse), so they add nothing.
+    row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)[None, :]
+    row_delta = load_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries)[None, :]
+    row_alpha = None
+    if alpha is not None:
+        row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[None, :]
+    visible = None
+    if MASKED:
+        visible = visible_pairs(queries[None, :], keys[:, None], batch, rule)
+    scores = tl.dot(k, q.T, input_precision=PRECISION)
+    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED)
+    weights = p
+    if row_alpha is not None:
+        weights = weights * row_alpha
+    if beta is not None:
+        weights += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[None, :]
+        if MASKED:
+            weights = tl.where(visible, weights, 0.0)
+    dv = tl.dot(weights.to(e.dtype), e, dv, input_precision=PRECISION)
+    value_grads = tl.dot(v, e.T, input_precision=PRECISION)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=GRID_NUMBERS)
+def _key_grad_kernel(
+    q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, ranges,
+    dk, dk_strides, dv, dv_strides, rule, softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """B3, dK, and B4. One program owns BLOCK_N keys of one key-value head, for every query head of its group.
+
+    Writes dk and dv. fp32 sums.
+    """
+    num_blocks = tl.cdiv(rule.num_keys, BLOCK_N)
+    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=False)
+    batch = (batch_head // num_kv_heads).to(tl.int64)
+    kv_head = (batch_head % num_kv_heads).to(tl.int64)
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    # A key at j is seen by the queries at positions j - ahead .. j + back.
+    first = block * BLOCK_N - (rule.num_keys - rule.num_queries)
+    last = tl.minimum(first + BLOCK_N, rule.num_queries) - 1
+    of_block = None
+    if ranges is not None:
+        of_block = ranges + (batch * num_blocks + block) * 4
+    span = tile_span(first, last, rule.ahead, rule.back, rule.num_queries, of_block, BLOCK_M, MASK_TAIL=False)
+
+    k = load_tile(k_desc, batch, kv_head, block * BLOCK_N, BLOCK_N, BLOCK_D)
+    v = load_tile(v_desc, batch, kv_head, block * BLOCK_N, BLOCK_N, BLOCK_D)
+    dk_total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    group = num_heads // num_kv_heads
+    for member in tl.range(group, num_stages=1):
+        head = kv_head * group + member
+        for phase in tl.static_range(3):
+            begin, end = span_phase(span, phase)
+            # An edge that nothing can mask is not compiled.
+            if (phase == FULL) or (ranges is not None) or ((rule.ahead if phase == LEFT else rule.back) is not None):
+                for tile in tl.range(begin, end):
+                    dk_total, dv_total = _key_grad_step(
+                        dk_total, dv_total, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta,
+                        tile, batch, head, num_heads, keys, rule, scale_log2,
+                        BLOCK_M, BLOCK_D, PRECISION, MASKED=phase != FULL,
+                    )  # fmt: skip
+    store_tile(dk, dk_strides, batch, kv_head, keys, rule.num_keys, dk_total * softmax_scale, HEAD_DIM, BLOCK_D)
+    store_tile(dv, dv_strides, batch, kv_head, keys, rule.num_keys, dv_total, HEAD_DIM, BLOCK_D)
+
+
+class FlashBackward:
+    """The gradients of one kind of call: of query, key, value, alpha, beta, sink and gate.
+
+    Args:
+        call: the first call of the kind, with addressable tensors; its shapes, strides and dtypes hold for all.
+        grad_out, core: the gradient of the output and the softmax output of the first backward, addressable.
+        state: the layout of the forward's state.
+        sizes: tile sizes by kernel, in the place of those that are tuned or shipped.
+    """
+
+    def __init__(
+        self, call: CallSpec, grad_out: TensorSpec, core: TensorSpec, state: Workspace,
+        sizes: dict[str, Config] | None = None,
+    ):  # fmt: skip
+        self.call, self.device = call, call.query.get_device()
+        self.rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+        self.rows = size_of("rows", call, sizes)
+        self.num_blocks = -(-call.query.shape[2] // self.rows.block_m)
+        first = NUM_TENSORS + len(state.arrays)
+        delta, self.scaled = Slot(first), Slot(GRAD)
+        if call.rows.gate is not None:
+            self.scaled = Slot(first + 1)
+        ranges = RangeArrays(call, self.rule, first + len(self._arrays()))
+        lse = Slot(NUM_TENSORS)
+        table = Slot(NUM_TENSORS + 1) if "table" in state.arrays else None
+        launches = [
+            self._rows(grad_out, core, lse, table, delta, ranges.add(self.rows, "query")),
+            self._query_grads(grad_out, lse, delta, ranges, size_of("query_grads", call, sizes)),
+            self._key_grads(grad_out, lse, delta, ranges, size_of("key_grads", call, sizes)),
+        ]
+        self.workspace = Workspace(self._arrays() | ranges.arrays, call.query.device)
+        self.launches = LaunchSet({"backward": [*ranges.launches, *launches]}, state, self.workspace)
+
+    def __call__(
+        self, grad_out: Tensor, core: Tensor, state: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
+        sink, gate = inputs[5], inputs[6]
+        grads = [None if x is None else torch.empty_like(x) for x in inputs[:5]]
+        grad_gate = None if gate is None else torch.empty_like(gate)
+        parts = None
+        if sink is not None:
+            parts = torch.empty(*core.shape[:2], self.num_blocks, dtype=torch.float32, device=core.device)
+        values = self.launches.values(
+            (grad_out, core, *inputs, *grads, grad_gate, parts), state, self.workspace.new()
+        )
+        self.launches.run("backward", values, self.device)
+        grad_sink = None if parts is None or sink is None else parts.sum((0, 2)).to(sink.dtype)
+        return *grads, grad_sink, grad_gate
+
+    def _arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """delta, and with a gate E; without a gate E is the gradient itself."""
+        query = self.call.query
+        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"delta": (query.shape[:3], torch.float32)}
+        if self.call.rows.gate is not None:
+            arrays["scaled"] = (self._scaled_shape(), query.dtype)
+        return arrays
+
+    def _scaled_shape(self) -> tuple[int, ...]:
+        query = self.call.query
+        unit = ALIGNMENT // query.element_size()
+        return *query.shape[:3], -(-query.shape[3] // unit) * unit
+
+    def _e(self, grad_out: TensorSpec) -> TensorSpec:
+        """E as the kernels address it."""
+        if self.call.rows.gate is None:
+            return grad_out
+        _, heads, length, width = self._scaled_shape()
+        strides = (heads * length * width, length * width, width, 1)
+        return TensorSpec(grad_out.shape, strides, grad_out.dtype, grad_out.device)
+
+    def _rows(
+        self, grad_out: TensorSpec, core: TensorSpec, lse: Slot, table: Slot | None, delta: Slot, ranges: Slot | None
+    ) -> Launch:
+        query, key, value, (alpha, beta, sink, gate) = self.call[:4]
+        batch, heads, _, dim = query.shape
+        rows = self.rows
+        # Heads along the first axis of the grid: the others end at 65535.
+        return Launch(
+            _row_kernel, (batch * heads, self.num_blocks),
+            (
+                Slot(CORE, tile_descriptor(core, rows.block_m)), Slot(GRAD, tile_descriptor(grad_out, rows.block_m)),
+                Slot(VALUE, tile_descriptor(value, rows.block_n)),
+                None if gate is None else Slot(GATE, tile_descriptor(gate, rows.block_m)),
+                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK), lse,
+                table, ranges, delta, *_with_strides(alpha, DALPHA, fresh=True), *_with_strides(beta, DBETA, fresh=True),
+                None if sink is None else Slot(SINK_PARTS), *_with_strides(gate, DGATE, fresh=True),
+                self.scaled, self._e(grad_out).stride(), self.rule, heads, key.shape[1],
+                rows.block_m, rows.block_n, dim, padded(dim), PRECISION,
+            ),
+            num_warps=rows.num_warps,
+        )  # fmt: skip
+
+    def _query_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: RangeArrays, config: Config) -> Launch:
+        query, key, value, (alpha, _, _, _) = self.call[:4]
+        batch, heads, num_queries, dim = query.shape
+        e = self._e(grad_out)
+        scale = self.call.softmax_scale
+        return Launch(
+            _query_grad_kernel, (-(-num_queries // config.block_m) * batch * heads,),
+            (
+                Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
+                Slot(VALUE, tile_descriptor(value, config.block_n)), self.scaled._replace(descriptor=tile_descriptor(e, config.block_m)),
+                *_with_strides(alpha, ALPHA), lse, delta, ranges.add(config, "query"),
+                *_with_strides(query, DQ, fresh=True), self.rule, scale, scale * LOG2E.value, heads, key.shape[1],
+                batch * heads, query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
+            ),
+            **config.options,
+        )  # fmt: skip
+
+    def _key_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: RangeArrays, config: Config) -> Launch:
+        query, key, value, (alpha, beta, _, _) = self.call[:4]
+        batch, heads, _, dim = query.shape
+        kv_heads, num_keys = key.shape[1:3]
+        e = self._e(grad_out)
+        scale = self.call.softmax_scale
+        return Launch(
+            _key_grad_kernel, (-(-num_keys // config.block_n) * batch * kv_heads,),
+            (
+                Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
+                Slot(VALUE, tile_descriptor(value, config.block_n)), self.scaled._replace(descriptor=tile_descriptor(e, config.block_m)),
+                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), lse, delta, ranges.add(config, "key"),
+                *_with_strides(key, DK, fresh=True), *_with_strides(value, DV, fresh=True), self.rule,
+                scale, scale * LOG2E.value, heads, kv_heads, batch * kv_heads, key_section(query, key),
+                config.block_m, config.block_n, dim, padded(dim), PRECISION,
+            ),
+            **config.options,
+        )  # fmt: skip
+
+
+def _with_strides(x: TensorSpec | None, slot: int, fresh: bool = False) -> tuple[Slot | None, tuple[int, ...] | None]:
+    """The slot and the strides of a tensor; with `fresh` those of a new tensor like it."""
+    if x is None:
+        return None, None
+    return Slot(slot), x.fresh_strides if fresh else x.stride()

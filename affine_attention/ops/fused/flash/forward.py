@@ -1,0 +1,214 @@
+"""The forward for every visibility that is a range of keys: F1 to F8 in one pass over the keys, in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...call import CallSpec
+from ..shared import value_sums
+from ..shared.descriptors import query_section, tile_descriptor
+from ..shared.launch import Launch, LaunchSet, Slot
+from ..shared.tile_sizes import Config
+from ..shared.tiles import (
+    FULL,
+    GRID_NUMBERS,
+    LEFT,
+    LOG2E,
+    is_finite,
+    load_row_scalars,
+    load_tile,
+    needs_shield,
+    scheduled_block,
+    span_phase,
+    start_softmax,
+    store_tile,
+    sum_full_tiles,
+    tile_span,
+    visible_pairs,
+    without_broken,
+)
+from ..shared.tuned import chosen_config
+from ..shared.value_sums import padded
+from ..shared.workspace import Workspace
+from .ranges import RangeArrays
+from .rule import is_causal_only, make_rule, sums_are_prefixes
+
+PRECISION = "ieee"  # tf32 would lose precision that a caller of fp32 expects
+(QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, OUT, CORE, NUM_TENSORS) = range(13)
+
+
+@triton.jit
+def _softmax_step(
+    output, value_sum, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, SHIELD: tl.constexpr,
+    SUM_VALUES: tl.constexpr,
+):  # fmt: skip
+    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES a masked tile's part of F8."""
+    k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+    if MASKED:
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
+        if SHIELD:
+            # A value that is not finite becomes a NaN score, which propagates to every row that sees it.
+            broken = tl.min(is_finite(v).to(tl.int32), 1) == 0
+            scores = tl.where(broken[None, :], float("nan"), scores)
+            v = without_broken(v)
+        scores = tl.where(visible, scores, float("-inf"))
+        if SUM_VALUES:
+            # The mask in the register layout of the scores, which feeds the MMA without a conversion.
+            seen = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
+            value_sum = tl.dot(seen, v, value_sum, input_precision=PRECISION)
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    base = new_max
+    if MASKED:
+        # A row that has seen nothing yet: -inf - (-inf) is NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(scores * scale_log2 - base[:, None])
+    rescale = tl.exp2(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    output = output * rescale[:, None]
+    output = tl.dot(p.to(v.dtype), v, output, input_precision=PRECISION)
+    return output, value_sum, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=GRID_NUMBERS)
+def _forward_kernel(
+    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sums, ranges,
+    out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
+    num_heads, num_kv_heads, num_programs, section,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """F1 to F8. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
+
+    fp32 sums. `softmax_out` is None where it equals `out` or is not kept.
+    """
+    num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
+    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=True)
+    batch = (batch_head // num_heads).to(tl.int64)
+    head = (batch_head % num_heads).to(tl.int64)
+    kv_head = head // (num_heads // num_kv_heads)
+    queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offset = rule.num_keys - rule.num_queries
+    first = block * BLOCK_M + offset
+    last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
+    of_block = None
+    if ranges is not None:
+        of_block = ranges + (batch * num_blocks + block) * 4
+    span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
+
+    row_max, row_sum = start_softmax(sink, head, BLOCK_M)
+    output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for phase in tl.static_range(3):
+        begin, end = span_phase(span, phase)
+        # The left edge is there for windows and segments only.
+        if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+            for tile in tl.range(begin, end):
+                output, value_sum, row_max, row_sum = _softmax_step(
+                    output, value_sum, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
+                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, needs_shield(rule, phase), beta is not None,
+                )  # fmt: skip
+
+    output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    row_lse = row_max + tl.log2(row_sum)
+    tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
+    if softmax_out is not None:
+        store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
+    if alpha is not None:
+        output *= load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[:, None]
+    if beta is not None:
+        prefix: tl.constexpr = (rule.back is None) and (ranges is None)
+        value_sum += sum_full_tiles(
+            sums, span, batch, kv_head, num_kv_heads, tl.cdiv(rule.num_keys, BLOCK_N), HEAD_DIM, BLOCK_D, prefix
+        )[None, :]
+        output += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
+    if gate_desc is not None:
+        output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    store_tile(out, out_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
+
+
+class FlashForward:
+    """(out, softmax output or None, None, state) of one kind of call. The state holds lse in log2 and the table of sums.
+
+    Args:
+        call: the first call of the kind, with addressable tensors; its shapes, strides and dtypes hold for all.
+        keeps_core: the softmax output is written beside the output.
+        sizes: tile sizes by kernel, in the place of those that are tuned or shipped.
+    """
+
+    def __init__(self, call: CallSpec, *, keeps_core: bool, sizes: dict[str, Config] | None = None):
+        query, key, value, (alpha, beta, sink, gate) = call[:4]
+        batch, heads, num_queries, dim = query.shape
+        self.keeps_core, self.device = keeps_core, query.get_device()
+        self.state = Workspace(flash_state(call, sizes), query.device)
+        rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+        # With beta, the sums of v in masked tiles need the registers that the wider tile takes.
+        config = size_of("causal" if beta is None and is_causal_only(rule) else "forward", call, sizes)
+        ranges = RangeArrays(call, rule, NUM_TENSORS + len(self.state.arrays))
+        of_queries = ranges.add(config, "query")
+        self.workspace = Workspace(ranges.arrays, query.device)
+        table = Slot(NUM_TENSORS + 1) if beta is not None else None
+        launches = list(ranges.launches)
+        if table is not None:
+            launches += value_sums.sum_launches(
+                value.shape, value.stride(), Slot(VALUE), table, block=config.block_n,
+                scans=sums_are_prefixes(rule),
+            )  # fmt: skip
+        out_strides = query.fresh_strides
+        programs = batch * heads
+        launches.append(Launch(
+            _forward_kernel, (-(-num_queries // config.block_m) * programs,),
+            (
+                Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
+                Slot(VALUE, tile_descriptor(value, config.block_n)),
+                None if gate is None else Slot(GATE, tile_descriptor(gate, config.block_m)),
+                None if alpha is None else Slot(ALPHA), None if alpha is None else alpha.stride(),
+                None if beta is None else Slot(BETA), None if beta is None else beta.stride(),
+                None if sink is None else Slot(SINK), table, of_queries,
+                Slot(OUT), out_strides, Slot(CORE) if keeps_core else None, out_strides if keeps_core else None,
+                Slot(NUM_TENSORS), rule, call.softmax_scale * LOG2E.value, heads, key.shape[1], programs,
+                query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
+            ),
+            **config.options,
+        ))  # fmt: skip
+        self.launches = LaunchSet({"forward": launches}, self.state, self.workspace)
+
+    def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
+        query = inputs[QUERY]
+        assert query is not None
+        out = torch.empty_like(query)
+        core = torch.empty_like(query) if self.keeps_core else None
+        state = self.state.new()
+        values = self.launches.values((*inputs, out, core), state, self.workspace.new())
+        self.launches.run("forward", values, self.device)
+        return out, core, None, state
+
+
+def flash_state(
+    call: CallSpec, sizes: dict[str, Config] | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What the forward leaves for the backward: lse [B, H, T], and the table of the sums of v over its tiles."""
+    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"lse": (call.query.shape[:3], torch.float32)}
+    if call.rows.beta is not None:
+        block = size_of("forward", call, sizes).block_n
+        arrays["table"] = (value_sums.table_shape(call.value.shape, block), torch.float32)
+    return arrays
+
+
+def size_of(kernel: str, call: CallSpec, sizes: dict[str, Config] | None) -> Config:
+    """The tile sizes of "forward", "causal", "rows", "query_grads" or "key_grads"."""
+    if kernel == "rows":
+        # The row gradients read the tile sums of the forward, so they share their size; fewer queries, for occupancy.
+        forward = size_of("forward", call, sizes)
+        return forward._replace(block_m=min(64, forward.block_m), num_warps=4)
+    if sizes is not None:
+        return sizes[kernel]
+    return chosen_config(kernel, call.query.shape[-1], call.query.dtype, call.query.device)

@@ -1,0 +1,278 @@
+"""The backward of plain causal calls on Hopper: dQ, dK and dV in one Gluon kernel, after the row gradients.
+
+The kernel takes five MMAs per tile, and adds the beta term to dV. dQ is summed in fp32 in global memory, in an order
+that is not fixed, and converted at the end. Where O was not kept beside the output, rows that lost it to cancellation
+are recomputed first (recompute.py), on the current stream, while the row gradients of the others run on a side stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...call import CallSpec, TensorSpec
+from ..shared import value_sums
+from ..shared.descriptors import tile_descriptor
+from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
+from ..shared.prologue import prologue_kernel
+from ..shared.side_stream import SideStream
+from ..shared.tile_sizes import Config
+from ..shared.tiles import LOG2E
+from ..shared.value_sums import block_of, padded, warps_of
+from ..shared.workspace import Workspace
+from . import recompute
+from .forward import slot_of, state_slots
+
+HEAD_DIMS = range(40, 129, 8)  # below, tiles of 64 columns are mostly empty
+# Gluon is experimental: the versions in which the kernel compiles to what was measured, without register spills.
+TRITON_VERSIONS = ((3, 6), (3, 7))
+ROW_UNIT = ALIGNMENT // 4
+# Measured on an H200: tiles of 128 queries where their scores fit the registers. Shared memory holds one CTA per SM.
+NARROW, WIDE = Config(128, 128, 8, 3), Config(64, 128, 8, 3)
+# Elements of a tile per thread in the prologue; more than ELEMENTS spills with a gate.
+ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
+PAUSE = 10_000  # clock cycles by which the prologue on the side stream lets the recomputation start first
+# The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
+(GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
+ NUM_TENSORS) = range(19)  # fmt: skip
+
+
+@functools.cache
+def why_not_here() -> str | None:
+    """The reason why this installation cannot run the kernel, None when it can."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version not in TRITON_VERSIONS:
+        known = " or ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
+        return f"is written for Triton {known}, got {triton.__version__}"
+    try:
+        from . import backward_kernels  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"needs Gluon as Triton {version[0]}.{version[1]} has it: {error}"
+    return None
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class HopperBackward:
+    """The gradients of one kind of causal call: of query, key, value, alpha, beta, sink and gate.
+
+    Args:
+        call: the first call of the kind; its shapes, strides and dtypes hold for all.
+        grad_out, core, lse: the tensors of the first backward; `lse` is None where the state holds it.
+        state: the layout of the forward's state.
+        shift: lse holds log(alpha) already (B7).
+        halves: dQ is summed in two halves of the heads, to halve the memory of the sums.
+    """
+
+    def __init__(
+        self,
+        call: CallSpec,
+        grad_out: TensorSpec,
+        core: TensorSpec,
+        lse: TensorSpec | None,
+        state: Workspace,
+        *,
+        shift: bool,
+        halves: bool,
+        wants_sink: bool,
+    ):
+        query, key, _, (alpha, beta, sink, gate) = call[:4]
+        sink = sink if wants_sink else None
+        self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
+        self.state, self.wants_sink = state, sink is not None
+        batch, heads, length, dim = query.shape
+        self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
+        self.blocks = -(-length // self.block)
+        self.sizes = NARROW if dim <= 64 else WIDE
+        self.block_d = 64 if dim <= 64 else 128
+        self.parts = 2 if halves else 1
+        # Without a negative alpha and a gate the kernel reads dOut itself.
+        self.makes_grad_core = gate is not None or not (alpha is None or shift or call.nonnegative_alpha)
+        self.num_sink_parts = self.blocks + (recompute.num_parts(length) if self.has_marks else 0)
+        self.workspace = Workspace(self._arrays(query, beta), query.device)
+        first = NUM_TENSORS + len(state.arrays)
+        slots = {name: Slot(first + n) for n, name in enumerate(self.workspace.arrays)}
+        lse_slot, table, marks = state_slots(state, NUM_TENSORS)
+        if lse is not None:
+            lse_slot = Slot(LSE)
+        lse_strides = (heads * length, length, 1) if lse is None else tuple(lse.stride()[:3])
+        prologue = [self._prologue(grad_out, core, lse_slot, lse_strides, table, marks, slots, shift, sink)]
+        if beta is not None and value_sums.is_scanned(self.blocks + 1):
+            prologue.append(value_sums.scan_launch(self._later_shape(), slots["later"]))
+        groups = {"prologue": prologue, "gradients": self._gradients(grad_out, core, slots)}
+        if self.has_marks:
+            groups["recompute"] = recompute.launches(
+                call, grad_out, lse_slot, lse_strides, marks, slots, num_sink_parts=self.num_sink_parts,
+                wants_sink=sink is not None,
+            )  # fmt: skip
+        self.launches = LaunchSet(groups, state, self.workspace)
+
+    def __call__(
+        self, grad_out: Tensor, core: Tensor, lse: Tensor | None, state: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, alpha, beta, sink, gate = inputs
+        assert query is not None and key is not None and value is not None
+        grads = [new_gradient(x) for x in (query, key, value)]
+        grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
+        grad_beta = None if beta is None else torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
+        grad_gate = None if gate is None else torch.empty_like(gate)
+        grad_core = torch.empty_like(core) if self.makes_grad_core else None
+        parts = self._new_sink_parts(query) if self.wants_sink else None
+        buffer = self.workspace.new()
+        values = self.launches.values(
+            (grad_out, core, *inputs, lse, *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts), state, buffer
+        )
+        if self.has_marks:
+            side = SideStream(query.device)
+            self.launches.run("recompute", values, self.device)
+            side.run(lambda: self.launches.run("prologue", values, self.device), PAUSE)
+            side.join()
+        else:
+            self.launches.run("prologue", values, self.device)
+        self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, query, key, value, *grads)
+        grad_sink = None if parts is None or sink is None else parts.sum((0, 2)).to(sink.dtype)
+        return *grads, grad_alpha, grad_beta, grad_sink, grad_gate
+
+    def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor) -> None:
+        """Writes dQ, dK and dV. `tensors` are E, query, key, value and the three gradients, which the launches know."""
+        self.launches.run("gradients", values, self.device)
+
+    def _arrays(self, query: TensorSpec, beta: TensorSpec | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        batch, heads, length, _ = query.shape
+        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            # -lse'/softmax_scale, -delta, beta, unused; T in whole units of what a descriptor can address.
+            "row_numbers": ((batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT), torch.float32),
+            "dq_sums": (self._sums_shape(batch, heads, length), torch.float32),
+        }
+        if beta is not None:
+            arrays["later"] = (self._later_shape(), torch.float32)
+        if self.has_marks:
+            arrays["listed"] = ((batch * heads, length), torch.int32)
+            arrays["counts"] = ((batch * heads,), torch.int32)
+        return arrays
+
+    def _sums_shape(self, batch: int, heads: int, length: int) -> tuple[int, int]:
+        slots = -(-batch * self.groups // self.parts)
+        tiles = -(-length // self.sizes.block_m)
+        return slots * (heads // self.groups) * tiles * self.sizes.block_m * self.block_d // ADDED, ADDED
+
+    def _later_shape(self) -> tuple[int, int, int, int]:
+        return self.call.query.shape[0], self.groups, self.blocks + 1, self.dim
+
+    def _new_sink_parts(self, query: Tensor) -> Tensor:
+        return torch.empty(*query.shape[:2], self.num_sink_parts, dtype=torch.float32, device=query.device)
+
+    def _prologue(
+        self, grad_out: TensorSpec, core: TensorSpec, lse: Slot | None, lse_strides: tuple[int, ...],
+        table: Slot | None, marks: Slot | None, slots: dict[str, Slot], shift: bool, sink: TensorSpec | None,
+    ) -> Launch:  # fmt: skip
+        query, _, value, (alpha, beta, _, gate) = self.call[:4]
+        batch, heads, length, dim = query.shape
+        programs = batch * self.groups * self.blocks
+        zeroed = math.prod(self.workspace.arrays["dq_sums"][0])
+        elements = ELEMENTS_WITHOUT_GATE if gate is None else ELEMENTS
+        grad_gate_strides = (0, 0, 0) if gate is None else gate.fresh_strides[:3]
+        table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
+        return Launch(
+            prologue_kernel, (programs,),
+            (
+                Slot(GRAD), Slot(CORE), lse, marks, Slot(VALUE), table,
+                slot_of(alpha, ALPHA), slot_of(beta, BETA), slot_of(sink, SINK), slot_of(gate, GATE),
+                Slot(GRAD_CORE) if self.makes_grad_core else None, slot_of(alpha, DALPHA), slot_of(beta, DBETA),
+                slot_of(gate, DGATE), slot_of(sink, SINK_PARTS), None, slots.get("later"),
+                slots["row_numbers"], slots["dq_sums"],
+                *grad_out.stride()[:3], *core.stride()[:3], *lse_strides, *value.stride()[:3],
+                *strides_of(alpha), *strides_of(beta), *strides_of(gate), *grad_gate_strides,
+                length, self.blocks, max(table_length - 1, 0), heads, self.call.softmax_scale,
+                self.workspace.arrays["row_numbers"][0][-1], self.num_sink_parts, zeroed,
+                heads // self.groups, shift, True, value_sums.is_scanned(table_length), dim, self.block, padded(dim),
+                -(-zeroed // (programs * 1024)) * 1024,
+            ),
+            num_warps=warps_of(dim, elements),
+        )  # fmt: skip
+
+    def _gradients(self, grad_out: TensorSpec, core: TensorSpec, slots: dict[str, Slot]) -> list[Launch]:
+        """The kernel and the conversion of dQ, once for each part of the heads."""
+        from triton.experimental.gluon import language as gl
+
+        from .backward_kernels import convert_kernel, gradients_kernel, zero_kernel
+
+        query, key, value, (_, beta, _, _) = self.call[:4]
+        batch, heads, length, dim = query.shape
+        sizes, repeats, scale = self.sizes, heads // self.groups, self.call.softmax_scale
+        tile = gl.NVMMASharedLayout(128, 16, 4)
+        row_length = self.workspace.arrays["row_numbers"][0][-1]
+        rows = Descriptor(
+            (batch * heads, 4, length), (4 * row_length, row_length, 1), (1, 4, sizes.block_m),
+            gl.NVMMASharedLayout(0, 32, 3),
+        )  # fmt: skip
+        sums_shape = self.workspace.arrays["dq_sums"][0]
+        tile_rows = sizes.block_m * self.block_d // ADDED
+        sums = Descriptor(sums_shape, (ADDED, 1), (tile_rows, ADDED), gl.NVMMASharedLayout(0, 32, 2))
+
+        def describe(x: TensorSpec, length: int) -> Descriptor:
+            return tile_descriptor(x, length, tile, self.block_d)
+
+        inner = core if self.makes_grad_core else grad_out
+        blocks, tiles, slots_in_all = -(-length // sizes.block_n), -(-length // sizes.block_m), batch * self.groups
+        # One wave of CTAs covers all blocks of a few heads, longest first: their queries stay in L2, and they end at
+        # about the same time. Twice or half as many heads were up to 7 % slower.
+        section = max(1, num_sms(query.device) // blocks)
+        part = -(-slots_in_all // self.parts)
+        dq_strides = query.fresh_strides
+        launches = []
+        for first in range(0, slots_in_all, part):
+            here = min(part, slots_in_all - first)
+            if first:
+                size = math.prod(sums_shape)
+                launches.append(Launch(zero_kernel, (-(-size // 8192),), (slots["dq_sums"], size, 8192), num_warps=8))
+            launches.append(Launch(
+                gradients_kernel, (blocks * here,),
+                (
+                    Slot(QUERY, describe(query, sizes.block_m)), Slot(KEY, describe(key, sizes.block_n)),
+                    Slot(VALUE, describe(value, sizes.block_n)),
+                    Slot(GRAD_CORE if self.makes_grad_core else GRAD, describe(inner, sizes.block_m)),
+                    slots["row_numbers"]._replace(descriptor=rows),
+                    Slot(DK, describe(fresh(key), sizes.block_n)), Slot(DV, describe(fresh(value), sizes.block_n)),
+                    slots["dq_sums"]._replace(descriptor=sums), slots.get("later"),
+                    scale, scale * LOG2E.value, length, 0 if beta is None else self.blocks, first, heads, self.groups,
+                    here, min(section, here), sizes.block_m, sizes.block_n, dim, self.block_d, self.block,
+                    sizes.num_stages, value_sums.is_scanned(self.blocks + 1),
+                ),
+                num_warps=sizes.num_warps,
+            ))  # fmt: skip
+            launches.append(Launch(
+                convert_kernel, (here * repeats * tiles,),
+                (
+                    slots["dq_sums"], Slot(DQ), dq_strides, scale, length, tiles, heads, first * repeats,
+                    sizes.block_m, dim, self.block_d,
+                ),
+                num_warps=4,
+            ))  # fmt: skip
+        return launches
+
+
+def new_gradient(of: Tensor) -> Tensor:
+    """Unwritten, like the input. A function of its own, so that a memory checker can fill what TMA will write."""
+    return torch.empty_like(of)
+
+
+def fresh(x: TensorSpec) -> TensorSpec:
+    """A new tensor like x."""
+    return TensorSpec(x.shape, x.fresh_strides, x.dtype, x.device)
+
+
+ADDED = 256  # numbers of dQ in a row of its descriptor: the longest that one may have
+
+
+def strides_of(x: TensorSpec | None) -> tuple[Any, ...]:
+    """The first three strides; zeros for an absent tensor."""
+    return (0, 0, 0) if x is None else x.stride()[:3]

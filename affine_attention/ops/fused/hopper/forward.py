@@ -1,0 +1,115 @@
+"""The forward of plain causal calls in one Triton kernel on Hopper: sink, alpha, beta and gate in its epilogue.
+
+The sums of v that beta needs come from one or two small kernels in front of it. By programmatic dependent launch it
+starts before they have ended, and waits only where it reads their table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...call import CallSpec, TensorSpec
+from ..shared import value_sums
+from ..shared.descriptors import query_section, tile_descriptor
+from ..shared.launch import Launch, LaunchSet, Slot
+from ..shared.tile_sizes import Config
+from ..shared.tiles import LOG2E
+from ..shared.value_sums import block_of, padded
+from ..shared.workspace import Workspace
+from .forward_kernels import causal_kernel
+
+# Measured on an H200. Up to head dim 64: three CTAs per SM, so that one CTA's softmax overlaps the MMAs of the others.
+NARROW, WIDE = Config(64, 128, 4, 2, 168), Config(64, 64, 4, 3)
+INTERPRETER = Config(64, 128, 4, 1)
+MAX_HEAD_DIM = 128
+(QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, OUT, CORE) = range(9)
+
+
+def tile_sizes(dim: int, device: torch.device) -> Config:
+    if device.type == "cpu":
+        return INTERPRETER
+    return NARROW if dim <= 64 else WIDE
+
+
+class HopperForward:
+    """(out, O or None, None, state) of one kind of causal call. The state holds lse, the table of sums and the marks.
+
+    Args:
+        call: the first call of the kind; its shapes, strides and dtypes hold for all.
+        keeps_core: O is written beside the output.
+        keeps_marks: the rows of the output that have lost O to cancellation are marked.
+        shift: lse - log(alpha) is written in the place of lse (B7).
+    """
+
+    def __init__(self, call: CallSpec, *, keeps_core: bool, keeps_marks: bool, shift: bool):
+        query, key, value, (alpha, beta, sink, gate) = call[:4]
+        batch, heads, length, dim = query.shape
+        self.keeps_core, self.device = keeps_core, query.get_device()
+        self.state = Workspace(state_arrays(call, True, keeps_marks), query.device)
+        lse, table, marks = state_slots(self.state, CORE + 1)
+        sizes = tile_sizes(dim, query.device)
+        out_strides = query.fresh_strides
+        table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
+        scanned = value_sums.is_scanned(table_length)
+        early = beta is not None and query.is_cuda
+        launches: list[Launch] = []
+        if beta is not None:
+            assert isinstance(table, Slot)
+            launches += value_sums.sum_launches(
+                value.shape, value.stride(), Slot(VALUE), table, scans=scanned, early=early
+            )
+        rows, wide = sizes.block_m, sizes.block_n
+        launches.append(Launch(
+            causal_kernel, (-(-length // rows) * batch * heads,),
+            (
+                Slot(QUERY, tile_descriptor(query, rows)),
+                Slot(KEY, tile_descriptor(key, wide)), Slot(VALUE, tile_descriptor(value, wide)),
+                Slot(KEY, tile_descriptor(key, rows)), Slot(VALUE, tile_descriptor(value, rows)),
+                None if gate is None else Slot(GATE, tile_descriptor(gate, rows)),
+                slot_of(alpha, ALPHA), slot_of(beta, BETA), slot_of(sink, SINK), table, Slot(OUT),
+                Slot(CORE) if keeps_core else None, lse, marks,
+                None if alpha is None else alpha.stride(), None if beta is None else beta.stride(), out_strides,
+                length, table_length, call.softmax_scale * LOG2E.value, heads, key.shape[1], batch * heads,
+                query_section(query, key), rows, wide, block_of(dim), dim, padded(dim), shift, scanned, early,
+            ),
+            **sizes.options, **({"launch_pdl": True} if early else {}),
+        ))  # fmt: skip
+        self.launches = LaunchSet({"forward": launches}, self.state)
+
+    def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """`inputs` are query, key, value, alpha, beta, sink and gate."""
+        query = inputs[QUERY]
+        assert query is not None
+        out = torch.empty_like(query)
+        core = torch.empty_like(query) if self.keeps_core else None
+        state = self.state.new()
+        self.launches.run("forward", self.launches.values((*inputs, out, core), state), self.device)
+        return out, core, None, state
+
+
+def slot_of(x: TensorSpec | None, index: int) -> Slot | None:
+    return None if x is None else Slot(index)
+
+
+def state_arrays(
+    call: CallSpec, with_lse: bool, with_marks: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What a forward leaves in its state: lse [B, H, T], the table of the sums of v, the marks [B, H, T]."""
+    shape = call.query.shape[:3]
+    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if with_lse:
+        arrays["lse"] = (shape, torch.float32)
+    if call.rows.beta is not None:
+        arrays["table"] = (value_sums.table_shape(call.value.shape), torch.float32)
+    if with_marks:
+        arrays["marks"] = (shape, torch.int8)
+    return arrays
+
+
+def state_slots(state: Workspace, first: int) -> tuple[Slot | None, Slot | None, Slot | None]:
+    """The slots of lse, table and marks, where the state starts at slot `first`; None for one that it does not hold."""
+    lse, table, marks = (
+        Slot(first + state.index(name)) if name in state.arrays else None for name in ("lse", "table", "marks")
+    )
+    return lse, table, marks

@@ -1,0 +1,213 @@
+"""Runs a plan: as an autograd function in eager mode, and as two operators of torch.library in compiled graphs.
+
+In eager mode the plan travels in the context, and the backward looks nothing up. A compiled graph holds the operators,
+whose bodies look the plan up by its key and run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..call import AttentionCall, Rows
+from ..visibility import Visibility
+from .plan import Plan, Route, choose_route, inputs_of
+
+MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan_of(call: AttentionCall, needs_gradient: bool) -> Plan:
+    """The plan of a call, made at the first call of its kind."""
+    key = (*map(_kind, inputs_of(call)), call.visibility.is_causal, call.visibility.window, call.softmax_scale,
+           call.nonnegative_alpha, needs_gradient, torch.are_deterministic_algorithms_enabled(),
+           torch.backends.cuda.cudnn_sdp_enabled())  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = Plan(call, choose_route(call, needs_gradient))
+    return plan
+
+
+def _kind(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+def run_plan(plan: Plan, inputs: list[Tensor | None], needs_gradient: bool) -> Tensor:
+    """The output of a call. `inputs` are those of `inputs_of`."""
+    if needs_gradient:
+        return _Attention.apply(plan, *inputs)
+    with current_device(plan.device):
+        return plan.run_forward(plan.prepared(inputs))[0]
+
+
+class _Attention(torch.autograd.Function):
+    """The forward and the backward of a plan."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> Tensor:
+        with current_device(plan.device):
+            prepared = plan.prepared(list(inputs))
+            out, core, lse, state = plan.run_forward(prepared)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*prepared, out if core is None else core, lse, state)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        if grad_out is None:
+            return (None,) * len(needs)
+        *inputs, core, lse, state = ctx.saved_tensors
+        plan = ctx.plan
+        with current_device(plan.device):
+            grads = plan.run_backward(grad_out, core, lse, state, inputs, needs[6])
+        return None, *(grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)), None, None, None
+
+
+@contextlib.contextmanager
+def _switched(device: int):
+    with torch.cuda.device(device):
+        yield
+
+
+_SAME_DEVICE = contextlib.nullcontext()
+
+
+def current_device(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current one; costs nothing where it is. -1 is the CPU."""
+    if device < 0 or torch._C._cuda_getDevice() == device:
+        return _SAME_DEVICE
+    return _switched(device)
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? sink, Tensor? gate, "
+    "Tensor? query_segments, Tensor? key_segments, Tensor? key_mask"
+)
+_SETTINGS = "bool is_causal, int? window, float softmax_scale, bool nonnegative_alpha"
+_library = torch.library.Library("affine_attention", "FRAGMENT")
+_library.define(f"forward({_INPUTS}, {_SETTINGS}, bool needs_gradient) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"backward(Tensor grad_out, Tensor core, Tensor lse, Tensor state, {_INPUTS}, {_SETTINGS}, bool wants_sink) "
+    "-> Tensor[]"
+)
+
+
+def traced_attention(call: AttentionCall, needs_gradient: bool) -> Tensor:
+    """The output of a call in a graph: one operator, with its gradient registered."""
+    seen = call.visibility
+    return torch.ops.affine_attention.forward(
+        *call.tensors, seen.query_segments, seen.key_segments, seen.key_mask, seen.is_causal, seen.window,
+        call.softmax_scale, call.nonnegative_alpha, needs_gradient,
+    )[0]  # fmt: skip
+
+
+def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, nonnegative_alpha) -> AttentionCall:
+    query, key, value, alpha, beta, sink, gate, query_segments, key_segments, key_mask = inputs
+    assert query is not None and key is not None and value is not None
+    seen = Visibility(
+        query.shape[0], query.shape[2], key.shape[2], query.device, is_causal, window, query_segments, key_segments,
+        key_mask,
+    )  # fmt: skip
+    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale, nonnegative_alpha)
+
+
+def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
+    *settings, needs_gradient = arguments[10:]
+    call = _call(arguments[:10], *settings)
+    plan = plan_of(call, needs_gradient)
+    with current_device(plan.device):
+        results = plan.run_forward(plan.prepared(inputs_of(call)))
+    if not needs_gradient:
+        results = (results[0], None, None, None)
+    # An operator returns tensors: an empty one stands for None.
+    return tuple(call.query.new_empty(0) if x is None else x for x in results)
+
+
+def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
+    *settings, wants_sink = arguments[10:]
+    call = _call(arguments[:10], *settings)
+    plan = plan_of(call, True)
+    with current_device(plan.device):
+        grads = plan.run_backward(
+            grad_out, core, lse if lse.numel() else None, state, plan.prepared(inputs_of(call)), wants_sink
+        )
+    return [grad for n, grad in enumerate(grads) if grad is not None and (n != 5 or wants_sink)]
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *settings, needs_gradient = arguments[10:]
+    call = _call(arguments[:10], *settings)
+    query, nothing = call.query, call.query.new_empty(0)
+    if not needs_gradient:
+        return torch.empty_like(query), nothing, nothing, nothing
+    route = choose_route(call, True)
+    out, lse = torch.empty_like(query), nothing
+    if route.forward == "cudnn":
+        out, lse = _fake_cudnn(call)
+    core = torch.empty_like(out) if route.saves == "softmax output" else nothing
+    return out, core, lse, query.new_empty(_state_length(call, route), dtype=torch.float32)
+
+
+def _fake_cudnn(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        call.query, call.key, call.value, None, True, 0.0, call.visibility.is_causal, False, scale=call.softmax_scale
+    )[:2]
+
+
+def _state_length(call: AttentionCall, route: Route) -> int:
+    """The length of the state that the forward of a route returns."""
+    from .flash.forward import flash_state
+    from .hopper.forward import state_arrays
+    from .shared.workspace import length_of
+
+    if route.forward == "empty":
+        return 0
+    if route.forward == "flash":
+        return length_of(flash_state(call, None))
+    has_rows = call.rows.alpha is not None or call.rows.beta is not None
+    return length_of(state_arrays(call, route.forward == "hopper", route.saves == "output" and has_rows))
+
+
+def _fake_backward(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
+    wants_sink = arguments[-1]
+    given = [x for n, x in enumerate(arguments[:7]) if x is not None and (n != 5 or wants_sink)]
+    return [torch.empty_like(x) for x in given]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, core, lse, state = output
+    ctx.set_materialize_grads(False)
+    ctx.settings = inputs[10:14]
+    ctx.save_for_backward(*inputs[:10], core if core.numel() else out, lse, state)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, *grads_of_saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    assert all(grad is None for grad in grads_of_saved), "the saved tensors are for the backward only"
+    needs = ctx.needs_input_grad
+    if grad_out is None:
+        return (None,) * len(needs)
+    *inputs, core, lse, state = ctx.saved_tensors
+    wants_sink = needs[5]
+    found = iter(torch.ops.affine_attention.backward(grad_out, core, lse, state, *inputs, *ctx.settings, wants_sink))
+    grads = [None if x is None or (n == 5 and not wants_sink) else next(found) for n, x in enumerate(inputs[:7])]
+    return *(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), *(None,) * 8
+
+
+for _name, _body, _fake in (
+    ("forward", _forward_op, _fake_forward),
+    ("backward", _backward_op, _fake_backward),
+):
+    _library.impl(_name, _body, "CUDA")
+    _library.impl(_name, _body, "CPU")  # in Triton's interpreter
+    torch.library.register_fake(f"affine_attention::{_name}", _fake, lib=_library)
+torch.library.register_autograd("affine_attention::forward", _backward, setup_context=_setup_context, lib=_library)

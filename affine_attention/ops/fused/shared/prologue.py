@@ -1,0 +1,156 @@
+"""Turns the gradient of the output into all row gradients, before the gradients of query, key and value (B2, B5 to B8).
+
+One memory-bound kernel over dOut and O, in front of the Hopper backward or cuDNN's. Every [B, H, T, D] tensor is read
+and written once. Sums and row quantities are fp32; no atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .value_sums import locate, sum_visible
+
+
+@triton.jit
+def prologue_kernel(
+    grad_out, core, lse, marks, value, table, alpha, beta, sink, gate,
+    grad_core, grad_alpha, grad_beta, grad_gate, sink_parts, weighted, weighted_table, row_numbers, zeroed,
+    go_b, go_h, go_t, core_b, core_h, core_t, lse_b, lse_h, lse_t, value_b, value_g, value_s,
+    alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, gg_b, gg_h, gg_t,
+    num_queries, num_blocks, key_blocks, heads, softmax_scale, row_length, num_parts, zeroed_length,
+    HEADS: tl.constexpr, SHIFT: tl.constexpr, CAUSAL: tl.constexpr, SCANNED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """B2, B5, B6, B7, and the first step of B4's sums. One program owns BLOCK queries of all HEADS heads of one group.
+
+    SHIFT: lse holds log(alpha) already (B7). `core` is O; with `marks` it is the output (B8), and what depends on E . O
+    is not written for marked rows. Writes, where the pointer is not None: row_numbers [B, H, 4, row_length], which the
+    Hopper backward reads; grad_core = alpha E, with SHIFT E, with row_numbers E times the sign of alpha (strides of
+    core), without which alpha must not be negative; grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; the first
+    of sink_parts [B, H, num_parts]; weighted = the sum of beta E over the group's heads (contiguous [B, G, T, D]), and
+    its block sums in reverse order: the sum of block n is row num_blocks - n of weighted_table, so that a prefix sum is
+    a sum over *later* blocks. `zeroed`, zeroed_length numbers in fp32, is set to 0 for the sums of dQ.
+    """
+    slot, block = locate(num_blocks, True)
+    groups = heads // HEADS
+    batch, group = (slot // groups).to(tl.int64), (slot % groups).to(tl.int64)
+    # 64-bit offsets for what a program owns, 32-bit ones inside its tile: half the registers of 64-bit pointers.
+    rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    first_row = (block * BLOCK).to(tl.int64)
+    row_ok, col_ok = first_row + rows < num_queries, cols < HEAD_DIM
+    ok = row_ok[:, None] & col_ok[None, :]
+
+    go_inner = rows[:, None] * go_t + cols[None, :]
+    core_inner = rows[:, None] * core_t + cols[None, :]
+    gate_inner = rows[:, None] * gate_t + cols[None, :]
+    grad_out += batch * go_b + group * HEADS * go_h + first_row * go_t
+    core += batch * core_b + group * HEADS * core_h + first_row * core_t
+    # Prefetch the next head's tiles before this head's arithmetic: the kernel is bound by memory.
+    next_grad = tl.load(grad_out + go_inner, mask=ok, other=0.0)
+    next_core = tl.load(core + core_inner, mask=ok, other=0.0)
+    if beta is not None:
+        sums = sum_visible(
+            value + batch * value_b + group * value_g + first_row * value_s,
+            table + slot.to(tl.int64) * (key_blocks + 1) * HEAD_DIM,
+            value_s, rows, cols, ok, col_ok, block, key_blocks, CAUSAL, SCANNED, HEAD_DIM,
+        )  # fmt: skip
+        # Registers are scarce: keep a tile of sums only where all of it is written.
+        if weighted is not None:
+            weighted_sum = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+        else:
+            block_sum = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for nth in range(HEADS):
+        head = group * HEADS + nth
+        row_place = (batch * heads + head) * num_queries + first_row + rows
+        # Hoist all loads above the first store, so that the compiler can overlap them.
+        if (sink is not None) or (row_numbers is not None):
+            lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+            row_lse = tl.load(lse_place, mask=row_ok, other=0.0)
+        if alpha is not None:
+            alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
+            alpha_rows = tl.load(alpha_place, mask=row_ok, other=0.0).to(tl.float32)
+        if beta is not None:
+            beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
+            beta_rows = tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)
+        known = row_ok
+        if marks is not None:
+            known = row_ok & (tl.load(marks + row_place, mask=row_ok, other=0) == 0)
+        grad, o = next_grad.to(tl.float32), next_core.to(tl.float32)
+        if HEADS > 1:
+            grad_out += go_h
+            core += core_h
+            more = ok & (nth + 1 < HEADS)
+            next_grad = tl.load(grad_out + go_inner, mask=more, other=0.0)
+            next_core = tl.load(core + core_inner, mask=more, other=0.0)
+        mixed = o
+        if alpha is not None:
+            mixed = mixed * alpha_rows[:, None]
+        if beta is not None:
+            mixed = mixed + beta_rows[:, None] * sums
+        if gate is not None:
+            gate_place = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
+            gg_outer = grad_gate + (batch * gg_b + head * gg_h + first_row * gg_t)
+            tl.store(gg_outer + rows[:, None] * gg_t + cols[None, :], grad * mixed, mask=ok)
+            grad = grad * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
+        dalpha = tl.sum(grad * o, axis=1)
+        if beta is not None:
+            dbeta = tl.sum(grad * sums, axis=1)
+            tl.store(grad_beta + row_place, dbeta, mask=row_ok)
+            if weighted is not None:
+                weighted_sum += beta_rows[:, None] * grad
+            else:
+                block_sum += tl.sum(beta_rows[:, None] * grad, axis=0)
+        if marks is not None:
+            if beta is not None:
+                dalpha -= beta_rows * dbeta
+            if alpha is not None:
+                dalpha = dalpha / alpha_rows
+        if grad_alpha is not None:
+            tl.store(grad_alpha + row_place, dalpha, mask=known)
+        delta = dalpha
+        if (alpha is not None) and (not SHIFT):
+            delta = alpha_rows * dalpha
+        if sink is not None:
+            share = tl.exp(tl.load(sink + head).to(tl.float32) - row_lse)
+            part = -tl.sum(tl.where(known, share * delta, 0.0), axis=0)
+            tl.store(sink_parts + (batch * heads + head) * num_parts + block, part)
+        if row_numbers is not None:
+            new_lse = row_lse
+            sign = tl.full([BLOCK], 1.0, tl.float32)
+            if (alpha is not None) and (not SHIFT):
+                if grad_core is not None:
+                    new_lse -= tl.log(tl.abs(alpha_rows))
+                    sign = tl.where(alpha_rows < 0, -1.0, 1.0)
+                    grad = grad * sign[:, None]
+                else:
+                    new_lse -= tl.log(alpha_rows)
+            signed = dalpha * sign
+            if gate is not None:
+                # From E as the next kernel reads it: where E . v and E . O cancel, both must be rounded the same way.
+                signed = tl.sum(grad.to(grad_out.dtype.element_ty).to(tl.float32) * o, axis=1)
+            numbers = row_numbers + (batch * heads + head) * 4 * row_length + first_row + rows
+            tl.store(numbers, -new_lse / softmax_scale, mask=row_ok)
+            tl.store(numbers + row_length, -signed, mask=known)
+            if beta is not None:
+                tl.store(numbers + 2 * row_length, beta_rows * sign, mask=row_ok)
+        if grad_core is not None:
+            if (alpha is not None) and (not SHIFT) and (row_numbers is None):
+                grad = grad * alpha_rows[:, None]
+            core_outer = batch * core_b + head * core_h + first_row * core_t
+            tl.store(grad_core + core_outer + core_inner, grad, mask=ok)
+    if beta is not None:
+        weighted_table += slot.to(tl.int64) * (num_blocks + 1) * HEAD_DIM
+        if weighted is not None:
+            block_sum = tl.sum(weighted_sum, axis=0)
+        tl.store(weighted_table + (num_blocks - block) * HEAD_DIM + cols, block_sum, mask=col_ok)
+        if block == 0:
+            tl.store(weighted_table + cols, tl.zeros([BLOCK_D], dtype=tl.float32), mask=col_ok)
+        if weighted is not None:
+            weighted += (slot.to(tl.int64) * num_queries + first_row) * HEAD_DIM
+            tl.store(weighted + rows[:, None] * HEAD_DIM + cols[None, :], weighted_sum, mask=ok)
+    if zeroed is not None:
+        first = tl.program_id(0).to(tl.int64) * ZERO_CHUNK
+        for start in range(0, ZERO_CHUNK, 1024):
+            at = first + start + tl.arange(0, 1024)
+            tl.store(zeroed + at, tl.zeros([1024], dtype=tl.float32), mask=at < zeroed_length)

@@ -1,0 +1,208 @@
+"""Turns positions into tiles: which tiles a program visits, which pairs in them are visible, and how tiles are moved.
+
+A program that owns queries visits tiles of keys, one that owns keys visits tiles of queries; `tile_span` and
+`visible_pairs` serve both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# Numbers of heads: a kernel is not compiled again when they change.
+GRID_NUMBERS = ("num_heads", "num_kv_heads", "num_programs", "section")
+LOG2E = tl.constexpr(1.4426950408889634)
+# The phases of a loop over tiles: the run that needs no mask, and the masked edges before and after it.
+FULL = tl.constexpr(0)
+LEFT = tl.constexpr(1)
+RIGHT = tl.constexpr(2)
+
+
+class Rule(NamedTuple):
+    """The visibility of a call as kernel arguments; a field that is None is compiled away.
+
+    Query i stands at position i + num_keys - num_queries and sees the keys position - back .. position + ahead.
+    """
+
+    num_queries: Any
+    num_keys: Any
+    back: Any  # int, or None: no limit
+    ahead: Any  # int, or None: no limit
+    query_segments: Any  # [B, T], or None
+    key_segments: Any  # [B, S], or None
+    key_mask: Any  # [B, S] int8, or None
+
+
+@triton.jit
+def scheduled_block(num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
+    """(block, head) of this program: heads in sections whose other side fits the L2 cache, longest blocks first."""
+    program = tl.program_id(0)
+    first_head = program // (num_blocks * section) * section
+    rest = program % (num_blocks * section)
+    heads_here = tl.minimum(section, num_heads - first_head)
+    block = rest // heads_here
+    if LONGEST_LAST:
+        block = num_blocks - 1 - block
+    return block, first_head + rest % heads_here
+
+
+@triton.jit
+def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, MASK_TAIL: tl.constexpr):
+    """Tiles [start, stop) that owners at first..last visit, and the run [full_start, full_stop) that needs no mask.
+
+    An owner at p sees p - before .. p + after of the other side's `length` rows. `ranges` points to the four numbers
+    that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last tile are to be masked.
+    """
+    start = 0
+    full_start = 0
+    stop = tl.cdiv(length, BLOCK)
+    full_stop = stop
+    if MASK_TAIL:
+        full_stop = length // BLOCK
+    if before is not None:
+        start = tl.maximum(first - before, 0) // BLOCK
+        full_start = tl.cdiv(tl.maximum(last - before, 0), BLOCK)
+    if after is not None:
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + after + 1, 0), BLOCK))
+        full_stop = tl.minimum(full_stop, tl.maximum(first + after + 1, 0) // BLOCK)
+    if ranges is not None:
+        start = tl.maximum(start, tl.load(ranges))
+        full_start = tl.maximum(full_start, tl.load(ranges + 1))
+        full_stop = tl.minimum(full_stop, tl.load(ranges + 2))
+        stop = tl.minimum(stop, tl.load(ranges + 3))
+    stop = tl.maximum(stop, start)
+    full_start = tl.minimum(tl.maximum(full_start, start), stop)
+    full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def span_phase(span, phase: tl.constexpr):
+    """[begin, end) of one phase of a span. FULL comes first, which needs the fewest registers."""
+    if phase == FULL:
+        return span[1], span[2]
+    elif phase == LEFT:
+        return span[0], span[1]
+    else:
+        return span[2], span[3]
+
+
+@triton.jit
+def visible_pairs(queries, keys, batch, rule):
+    """The boolean tile of visible pairs; `queries` and `keys` are indices shaped to broadcast, either way round."""
+    # Compute the limits of a row first, so that a pair costs one comparison for each limit.
+    position = queries + (rule.num_keys - rule.num_queries)
+    highest = position * 0 + (rule.num_keys - 1)
+    if rule.ahead is not None:
+        highest = tl.minimum(highest, position + rule.ahead)
+    visible = keys <= highest
+    if rule.back is not None:
+        visible = visible & (keys >= position - rule.back)
+    if rule.query_segments is not None:
+        of_query = rule.query_segments + batch * rule.num_queries + queries
+        of_key = rule.key_segments + batch * rule.num_keys + keys
+        inside = queries < rule.num_queries
+        query_segment = tl.load(of_query, mask=inside, other=0)
+        key_segment = tl.load(of_key, mask=keys < rule.num_keys, other=0)
+        # A row beyond the end has no segment: it must not match a padding key.
+        visible = visible & inside & (query_segment == key_segment)
+    if rule.key_mask is not None:
+        kept = tl.load(rule.key_mask + batch * rule.num_keys + keys, mask=keys < rule.num_keys, other=0)
+        visible = visible & (kept != 0)
+    return visible
+
+
+@triton.jit
+def load_tile(descriptor, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows row .. row + ROWS of one head as [ROWS, BLOCK_D]; whatever lies outside the tensor is 0."""
+    return descriptor.load([batch.to(tl.int32), head.to(tl.int32), row, 0]).reshape(ROWS, BLOCK_D)
+
+
+@triton.jit
+def store_tile(pointer, strides, batch, head, rows, length, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes the rows below `length` and the columns below HEAD_DIM of a tile, in the dtype of `pointer`."""
+    columns = tl.arange(0, BLOCK_D)
+    # 64 bits: a strided or large tensor passes 2^31 elements.
+    at = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
+    inside = rows[:, None] < length
+    if HEAD_DIM < BLOCK_D:
+        inside = inside & (columns[None, :] < HEAD_DIM)
+    target = pointer + batch * strides[0] + head * strides[1] + at
+    tl.store(target, tile.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_row_scalars(pointer, strides, batch, head, rows, length):
+    """One fp32 number for each row of a [B, H, T] tensor; 0 beyond `length`."""
+    at = pointer + batch * strides[0] + head * strides[1] + rows.to(tl.int64) * strides[2]
+    return tl.load(at, mask=rows < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row_scalars(pointer, strides, batch, head, rows, length, numbers):
+    """The reverse of `load_row_scalars`, in the dtype of `pointer`."""
+    at = pointer + batch * strides[0] + head * strides[1] + rows.to(tl.int64) * strides[2]
+    tl.store(at, numbers.to(pointer.dtype.element_ty), mask=rows < length)
+
+
+@triton.jit
+def start_softmax(sink, head, BLOCK_M: tl.constexpr):
+    """(largest score, sum) of BLOCK_M rows before their first key, in units of log2.
+
+    The sink is a key without a value: it starts the softmax, and so is in lse.
+    """
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sink is not None:
+        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
+        row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
+    return row_max, row_sum
+
+
+@triton.jit
+def is_finite(x):
+    """False for NaN and infinity."""
+    return tl.abs(x).to(tl.float32) < float("inf")
+
+
+@triton.jit
+def without_broken(x):
+    """x with NaN and infinity replaced by 0: a value multiplied by a weight of 0 must not give NaN."""
+    return tl.where(is_finite(x), x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def needs_shield(rule, phase: tl.constexpr):
+    """Whether a masked phase can contain keys that no query of the call sees: padding, and keys before a window.
+
+    Plain causal attention has none: its diagonal tiles hold only keys that a later query sees.
+    """
+    padded: tl.constexpr = (rule.key_mask is not None) or (rule.query_segments is not None)
+    return (phase != FULL) and (padded or ((phase == LEFT) and (rule.back is not None)))
+
+
+@triton.jit
+def sum_full_tiles(
+    table, span, batch, kv_head, num_kv_heads, num_tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """F8's sum of v over the full run of a span, [BLOCK_D] in fp32: every row of the block sees all of it.
+
+    One row of the scanned table when the run starts at key 0 (PREFIX). Otherwise the sums of the run's tiles are added
+    here: a difference of prefix sums would let values outside the run round those inside.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    row = table + (batch * num_kv_heads + kv_head) * (num_tiles + 1) * HEAD_DIM + columns
+    full_start, full_stop = span_phase(span, FULL)
+    if PREFIX:
+        total = tl.load(row + full_stop * HEAD_DIM, mask=columns < HEAD_DIM, other=0.0)
+    else:
+        total = tl.zeros([BLOCK_D], tl.float32)
+        for first in tl.range(full_start, full_stop, 16, num_stages=1):
+            tiles = first + tl.arange(0, 16)
+            inside = (tiles[:, None] < full_stop) & (columns[None, :] < HEAD_DIM)
+            total += tl.sum(tl.load(row[None, :] + (tiles[:, None] + 1) * HEAD_DIM, mask=inside, other=0.0), 0)
+    return total

@@ -1,0 +1,53 @@
+"""One allocation for several arrays: an allocation costs the host as much as a launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+UNIT = 256  # bytes: every array starts at a multiple, which suits vector loads and TMA
+
+
+class Workspace:
+    """Arrays by name, with shape and dtype, at fixed offsets of one buffer.
+
+    >>> workspace = Workspace({"lse": ((2, 4, 10), torch.float32)}, torch.device("cpu"))
+    >>> workspace.views(workspace.new())[0].shape
+    torch.Size([2, 4, 10])
+    """
+
+    def __init__(self, arrays: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
+        self.arrays, self.device = arrays, device
+        sizes = [_padded_bytes(shape, dtype) for shape, dtype in arrays.values()]
+        self.offsets = [sum(sizes[:n]) for n in range(len(sizes))]
+        self.length = length_of(arrays)
+
+    def index(self, name: str) -> int:
+        """The place of an array among the arrays."""
+        return list(self.arrays).index(name)
+
+    def new(self) -> Tensor:
+        """An unwritten buffer."""
+        return torch.empty(self.length, dtype=torch.float32, device=self.device)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The arrays of a buffer, as tensors."""
+        found, whole = [], buffer.view(torch.int8)
+        for offset, (shape, dtype) in zip(self.offsets, self.arrays.values(), strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            found.append(whole[offset : offset + size].view(dtype).view(shape))
+        return found
+
+
+def length_of(arrays: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """The length of a buffer, in fp32 numbers: an operator of torch.library returns it as an ordinary tensor."""
+    return sum(_padded_bytes(shape, dtype) for shape, dtype in arrays.values()) // 4
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for length in shape:  # not math.prod: a traced length is symbolic
+        size = size * length
+    return (size + UNIT - 1) // UNIT * UNIT

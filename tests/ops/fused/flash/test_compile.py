@@ -1,0 +1,134 @@
+"""Compiles the shipped configurations for other GPUs, and checks that they fit the shared memory of those.
+
+Runs this file as a script in its own process, because it replaces Triton's driver, and the interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Bytes of shared memory that one CTA may use: of sm_89 for the table that sm_80, sm_86, sm_89 and sm_100 share.
+SHARED_MEMORY = {80: 101376, 90: 232448, 100: 101376}
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_shipped_configurations_compile_and_fit(capability: int) -> None:
+    pytest.importorskip("triton")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, str(capability)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    shared = json.loads(result.stdout.splitlines()[-1])
+    assert {name.split()[0] for name in shared} >= {"_forward_kernel", "_query_grad_kernel", "_key_grad_kernel"}
+    assert ("causal_kernel 64" in shared) == (capability == 90)
+    assert ("gradients_kernel 128" in shared) == (capability == 90)
+    assert ("recompute_kernel 128" in shared) == (capability == 90)
+    assert all(size <= SHARED_MEMORY[capability] for size in shared.values()), shared
+
+
+def _local_memory(cubin: bytes) -> int:
+    """Bytes of a thread's stack, where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
+
+
+def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
+    """Shared memory in bytes by kernel and head dim, of one forward and backward for each head dim."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from affine_attention.ops.call import AttentionCall, CallSpec, TensorSpec
+    from affine_attention.ops.fused.flash.backward import FlashBackward
+    from affine_attention.ops.fused.flash.forward import FlashForward
+    from affine_attention.ops.fused.hopper import backward as hopper_backward
+    from affine_attention.ops.fused.hopper import forward as hopper_forward
+    from affine_attention.ops.fused.shared.tile_sizes import KERNELS, table_config
+    from affine_attention.ops.fused.shared.value_sums import MAX_UNSCANNED, block_of
+    from affine_attention.ops.visibility import Visibility
+
+    class Driver:
+        """As much of a driver as compiling needs."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    shared: dict[str, int] = {}
+    run = JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        name = f"{kernel.name} {dim}"
+        shared[name] = max(kernel.metadata.shared, shared.get(name, 0))
+        if kernel.name in ("gradients_kernel", "recompute_kernel"):
+            assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers: it would be half as fast"
+
+    def call_of(query, key, names, visibility):
+        row = torch.zeros(query.shape[:3])
+        rows = {"alpha": row, "beta": row, "sink": row[0, :, 0].clone(), "gate": query}
+        rows = {name: x for name, x in rows.items() if name in names}
+        inputs = [query, key, key, *(rows.get(name) for name in ("alpha", "beta", "sink", "gate"))]
+        inputs += [visibility.query_segments, visibility.key_segments, visibility.key_mask]
+        given = {"visibility": visibility, "softmax_scale": 0.1, "nonnegative_alpha": True}
+        return CallSpec.of(AttentionCall.of(query, key, key, **rows, **given)), inputs
+
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    hopper_forward.tile_sizes = lambda dim, device: hopper_forward.NARROW if dim <= 64 else hopper_forward.WIDE
+    for dim in dims:
+        sizes = {kernel: table_config(kernel, dim, 2, divmod(capability, 10)) for kernel in KERNELS}
+        query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
+        segments = torch.zeros(1, 256, dtype=torch.int64) if dim == 64 else None
+        seen = Visibility(1, 256, 256, query.device, True, 100 if dim == 256 else None, segments, segments)
+        everything = ("alpha", "beta", "sink", *(("gate",) if dim == 64 else ()))
+        call, inputs = call_of(query, query[:, :1].clone(), everything, seen)
+        forward = FlashForward(call, keeps_core=True, sizes=sizes)
+        state = forward(*inputs)[3]
+        grad = TensorSpec.of(query)
+        FlashBackward(call, grad, grad, forward.state, sizes)(query, query, state, *inputs)
+        if capability != 90 or dim not in hopper_backward.HEAD_DIMS:
+            continue
+        blocks = MAX_UNSCANNED.value + 2
+        for length in (256, block_of(dim) * blocks):  # the second one has a scanned table
+            query = torch.zeros(1, 2, length, dim, dtype=torch.bfloat16)
+            seen = Visibility(1, length, length, query.device, is_causal=True)
+            for names, marks in ((everything, False), (("alpha", "beta"), True), (("sink",), False)):
+                call, inputs = call_of(query, query[:, :1].clone(), names, seen)
+                settings = {"keeps_core": not marks, "keeps_marks": marks, "shift": False}
+                forward = hopper_forward.HopperForward(call, **settings)
+                state = forward(*inputs[:7])[3]
+                grad = TensorSpec.of(query)
+                backward = hopper_backward.HopperBackward(
+                    call, grad, grad, None, forward.state, shift=False, halves=False, wants_sink="sink" in names
+                )
+                backward(query, query, None, state, *inputs[:7])
+    return shared
+
+
+if __name__ == "__main__":
+    number = int(sys.argv[1])
+    print(json.dumps(_compile(number, {80: (128,), 90: (64, 128, 256), 100: (64,)}[number])))

@@ -1,0 +1,44 @@
+"""The table of sums of v against fp64, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from affine_attention.ops.fused.shared import value_sums
+from affine_attention.ops.fused.shared.launch import LaunchSet, Slot
+
+from ....interpreter import run_in_the_interpreter
+from ..cudnn.test_cudnn import DEVICE, DTYPES, needs_triton, outside
+
+
+@needs_triton
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cpu", reason="CUDA"))])
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 1000, 40), (1, 2, 64, 64), (1, 1, 5, 16), (1, 1, 33, 128)])
+def test_rows_are_sums_of_the_blocks_before(shape, early, scans):
+    # The keys of a head are not neighbours in memory, as a model's projection leaves them.
+    value = torch.randn(shape, dtype=DTYPES[0], device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
+    blocks = value.double().split(value_sums.block_of(shape[-1]), dim=2)
+    right = torch.stack([block.sum(2) for block in blocks], 2)
+    right = right.cumsum(2) if scans else right
+    launches = value_sums.sum_launches(shape, value.stride(), Slot(0), Slot(1), scans=scans, early=early)
+    assert len(launches) == 1 + scans
+    run = LaunchSet({"sums": launches})
+    for _ in range(2):  # the second time by address, on a GPU
+        table = torch.full(value_sums.table_shape(shape), float("nan"), device=DEVICE)
+        run.run("sums", run.values((value, table)), value.get_device())
+        assert not table[:, :, 0].any()
+        assert (table[:, :, 1:] - right).abs().max() < 1e-4
+
+
+def test_blocks_divide_the_tiles_of_the_forward():
+    for dim in range(1, 129):
+        assert 64 % value_sums.block_of(dim) == 0
+        assert dim <= value_sums.padded(dim) < 2 * max(dim, 16)
+
+
+@outside
+def test_in_the_interpreter():
+    run_in_the_interpreter(__file__)
