@@ -58,9 +58,9 @@ class _CollectAlpha(torch.autograd.Function):
 def _can_fuse(scores: Tensor) -> bool:
     """True where one Triton kernel replaces the formula; compiled graphs fuse the formula themselves."""
     return (
-        not torch.compiler.is_compiling()
-        and (scores.is_cuda or INTERPRETED)
+        (scores.is_cuda or INTERPRETED)
         and HAS_TRITON
+        and not torch.compiler.is_compiling()
         and scores.dtype in FUSED_DTYPES
         and type(scores) is Tensor  # no fake tensor and no DTensor
         and scores.numel() > 0
