@@ -50,6 +50,8 @@ def fused_coefficients(
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
     if running_alpha is not None and divisor is None:
         raise ValueError("divisor is missing: beta = (running_alpha - alpha) / divisor needs it (Eq. 8)")
+    if token_mask is not None and token_mask.shape != scores.shape[:2]:
+        raise ValueError(f"token_mask must have shape [B, T] = {list(scores.shape[:2])}, got {list(token_mask.shape)}")
     if scores.stride(2) != 1:
         scores = scores.contiguous()
     divide_by = 1.0 if divisor is None else float(divisor)
@@ -76,15 +78,36 @@ class _Coefficients(torch.autograd.Function):
         return _forward(scores, running_alpha, divisor, activation)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_alpha: Tensor | None, grad_beta: Tensor | None):
-        scores, token_mask = ctx.saved_tensors
-        needs_scores, _, needs_sums = ctx.needs_input_grad[:3]
-        needs_scores = needs_scores and (grad_alpha is not None or grad_beta is not None)
-        grad_scores, sums = _backward(
-            scores, token_mask, grad_alpha, grad_beta, ctx.divisor, ctx.activation, needs_scores, needs_sums
-        )
-        return grad_scores, None, sums, None, None, None
+        # Gradients are enabled under create_graph=True only; the guard against a second backward takes longer than
+        # the launch.
+        run = _guarded_gradients if torch.is_grad_enabled() else _gradients
+        return run(ctx, grad_alpha, grad_beta)
+
+
+def _gradients(ctx: Any, grad_alpha: Tensor | None, grad_beta: Tensor | None) -> tuple[Tensor | None, ...]:
+    scores, token_mask = ctx.saved_tensors
+    needs_scores, _, needs_sums, *_ = ctx.needs_input_grad
+    batch, length, heads = scores.shape
+    block_t, block_h, blocks = _tiling(length, heads)
+    grad_scores = partial = mask = None
+    if needs_scores and (grad_alpha is not None or grad_beta is not None):
+        grad_scores = torch.empty((batch, length, heads), dtype=scores.dtype, device=scores.device)
+    if needs_sums:
+        partial = torch.empty((batch * blocks, heads + 1), dtype=torch.float64, device=scores.device)
+        mask = None if token_mask is None else token_mask.view(torch.int8)
+    _launch(
+        coefficients_backward_kernel, batch * blocks, (scores, mask, grad_alpha, grad_beta, grad_scores, partial),
+        (*scores.stride()[:2],
+         *((0, 0) if mask is None else mask.stride()),
+         *((0, 0, 0) if grad_alpha is None else grad_alpha.stride()),
+         *((0, 0, 0) if grad_beta is None else grad_beta.stride()),
+         length, ctx.divisor, heads, block_t, block_h, ctx.activation == "sigmoid"),
+    )  # fmt: skip
+    return grad_scores, None, None if partial is None else partial.sum(0), None, None, None
+
+
+_guarded_gradients = once_differentiable(_gradients)
 
 
 def _forward(
@@ -101,42 +124,11 @@ def _forward(
     return alpha, beta
 
 
-def _backward(
-    scores: Tensor,
-    token_mask: Tensor | None,
-    grad_alpha: Tensor | None,
-    grad_beta: Tensor | None,
-    divisor: float,
-    activation: str,
-    needs_scores: bool,
-    needs_sums: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(gradient of scores, gradient of `collected`), None for those that are not needed."""
-    batch, length, heads = scores.shape
-    block_t, block_h, blocks = _tiling(length, heads)
-    grad_scores = partial = None
-    if needs_scores:
-        grad_scores = torch.empty((batch, length, heads), dtype=scores.dtype, device=scores.device)
-    if needs_sums:
-        partial = torch.empty((batch * blocks, heads + 1), dtype=torch.float64, device=scores.device)
-    mask = None if token_mask is None or partial is None else token_mask.view(torch.int8)
-    _launch(
-        coefficients_backward_kernel, batch * blocks, (scores, mask, grad_alpha, grad_beta, grad_scores, partial),
-        (*scores.stride()[:2], *((0, 0) if mask is None else mask.stride()), *_strides(grad_alpha),
-         *_strides(grad_beta), length, divisor, heads, block_t, block_h, activation == "sigmoid"),
-    )  # fmt: skip
-    return grad_scores, None if partial is None else partial.sum(0)
-
-
 def _tiling(length: int, heads: int) -> tuple[int, int, int]:
     """(tokens per program, columns of a tile, programs per row of the batch)."""
     block_h = 1 << (heads - 1).bit_length()
     block_t = max(MIN_BLOCK_T, min(TILE // block_h, 1 << (length - 1).bit_length()))
     return block_t, block_h, (length + block_t - 1) // block_t
-
-
-def _strides(x: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if x is None else x.stride()
 
 
 def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:

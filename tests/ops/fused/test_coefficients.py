@@ -266,6 +266,18 @@ def test_words_for_wrong_calls():
         fused_coefficients(x, "relu")
     with pytest.raises(ValueError, match="divisor is missing"):
         fused_coefficients(x, "sigmoid", torch.zeros(3, device=DEVICE))
+    with pytest.raises(ValueError, match=r"token_mask must have shape \[B, T\] = \[1, 2\], got \[1, 5\]"):
+        fused_coefficients(x, "sigmoid", token_mask=torch.ones(1, 5, dtype=torch.bool, device=DEVICE))
+
+
+@needs_triton
+def test_a_second_backward_is_an_error():
+    scores = torch.zeros(1, 2, 3, device=DEVICE, requires_grad=True)
+    alpha, _ = fused_coefficients(scores, "sigmoid")
+    (grad,) = torch.autograd.grad(alpha.square().sum(), [scores], create_graph=True)
+    torch.testing.assert_close(grad, torch.full_like(grad, 0.25))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 @outside
