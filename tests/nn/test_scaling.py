@@ -224,7 +224,8 @@ def test_one_update_for_all_layers_is_bitwise_that_of_each():
         assert scale.running_alpha is buffers[index], "updated in place"
         assert scale.running_alpha.dtype == torch.float32
         assert scale.collected.grad is None
-        assert torch.equal(scale.running_alpha, kept[index]) == (index < 5) if index < 5 else True
+    for scale, before in zip(scales[:5], kept, strict=True):
+        assert torch.equal(scale.running_alpha, before)
 
 
 class CountOperations(TorchDispatchMode):
