@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
-from .interface import GENERATES_NOT, IMPLEMENTATION, SLOT
+from .interface import IMPLEMENTATION, SLOT
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: nothing but this package takes it for its own
@@ -145,9 +145,7 @@ class AffineModelMixin:
                 keep_own_heads(layer)
 
     def generate(self, *args: Any, **kwargs: Any):
-        mechanism = self.config.affine_attention["mechanism"]
-        if mechanism["bias"] and mechanism["bias_length"] == "keys":
-            raise ValueError(GENERATES_NOT)
+        Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,14 +2,15 @@
 
 A call of an attached model runs: `note_call` (before the decoder: are these packed documents? are weights wanted?),
 then for each layer `note_hidden` (before the attention module: keep what feeds q_proj) and `affine_attention`, in the
-place of transformers' own attention function, after the cache has been updated.
+place of transformers' own attention function, after the cache has been updated. What is the same for all layers is
+computed by the first that needs it and kept in the `ForwardCall` of the forward.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +18,84 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
+from ..nn.attention import real_tokens
 from ..ops import attention, attention_weights
 from .masks import compact_mask, packed_segments, read_mask
 from .parallel import own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
 SLOT = "affine"  # the submodule of an attention module that holds its mechanism
-NOT_OURS = ("position_bias", "s_aux", "softcap")  # arguments of attention functions that no mechanism has
+MAX_READINGS = 8  # of masks in one forward: a dense mask that is copied to each GPU must not be kept for every layer
 
 
 class WeightsNotice(UserWarning):
     """output_attentions=True was asked of an attached model."""
+
+
+class Reading(NamedTuple):
+    """What a layer needs to know about the keys of a call; the same for all layers with one mask and mechanism."""
+
+    arguments: dict[str, Any]  # of the operator
+    num_keys: int
+    token_mask: Tensor | None  # [B, T], the queries that are real tokens; None: all
+    divisor: Tensor | int | None  # N of Eq. 8
+
+
+class ForwardCall:
+    """What the layers of one forward share, so that each mask is read once and not once per layer.
+
+    `note_call` creates one per forward and passes it on as a keyword argument, so no two forwards or threads share one;
+    the recomputation of activation checkpointing receives the same one. Compiled graphs receive None: they read masks
+    while they are traced.
+    """
+
+    __slots__ = ("_readings", "config")
+
+    def __init__(self, config: Any):
+        self.config = config
+        self._readings: dict[tuple[Any, ...], tuple[Reading, tuple[Any, ...]]] = {}
+
+    def read(
+        self,
+        layer: AttentionMechanism,
+        mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool,
+        segments: Tensor | None,
+    ) -> Reading:
+        """`read_call`, or its result from an earlier layer."""
+        batch, _, queries, _ = query.shape
+        owners = (mask, segments, layer.mechanism)
+        name = (*map(id, owners), is_causal, batch, queries, key.shape[2], query.get_device())
+        found = self._readings.get(name)
+        if found is None:
+            if len(self._readings) >= MAX_READINGS:
+                self._readings.clear()
+            # The objects are kept beside their ids, which Python would otherwise reuse.
+            found = read_call(layer, mask, query, key, is_causal, segments), owners
+            self._readings[name] = found
+        return found[0]
+
+
+def read_call(
+    layer: AttentionMechanism,
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    segments: Tensor | None,
+) -> Reading:
+    """Turns the mask of a layer into arguments of the operator, real tokens and the divisor of the bias."""
+    arguments, num_keys, token_mask = read_mask(mask, query, key, is_causal, segments)
+    if token_mask is None:
+        token_mask = real_tokens(arguments.get("mask"), query.shape[2])
+    divisor = None
+    if layer.mechanism.bias:
+        if num_keys != query.shape[2]:
+            layer.mechanism.check_can_generate()
+        divisor = layer.bias_divisor(query, key[:, :, :num_keys] if num_keys < key.shape[2] else key, **arguments)
+    return Reading(arguments, num_keys, token_mask, divisor)
 
 
 def affine_attention(
@@ -42,10 +110,14 @@ def affine_attention(
     affine_hidden: Tensor | None = None,
     affine_segments: Tensor | None = None,
     affine_weights: bool = False,
+    affine_call: ForwardCall | None = None,
+    position_bias: Any = None,
+    s_aux: Any = None,
+    softcap: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function registered with transformers: (output [B, T, H, D], weights [B, H, T, S] or None)."""
-    layer: AttentionMechanism | None = getattr(module, SLOT, None)
+    layer: Any = module._modules.get(SLOT)
     if layer is None or affine_hidden is None:
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
@@ -56,18 +128,21 @@ def affine_attention(
             f"dropout on attention weights is not part of any mechanism, got {dropout}; set attention_dropout (GPT-2: "
             "attn_pdrop) of the configuration to 0 before the model is built"
         )
-    for name in NOT_OURS:
-        if others.get(name) is not None:
-            raise ValueError(f"{name} is not part of any mechanism, but {type(module).__name__} passes one")
+    if position_bias is not None or s_aux is not None or softcap is not None:
+        given = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
+        name = next(name for name, value in given.items() if value is not None)
+        raise ValueError(f"{name} is not part of any mechanism, but {type(module).__name__} passes one")
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    arguments, num_keys, token_mask = read_mask(attention_mask, query, key, is_causal, affine_segments)
+        is_causal = bool(getattr(module, "is_causal", True))
+    read = read_call if affine_call is None else affine_call.read
+    arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
-    if layer.mechanism.bias and layer.mechanism.bias_length == "keys" and num_keys != query.shape[2]:
-        raise ValueError(GENERATES_NOT)
-    alpha, beta, sink, gate = layer.coefficients(affine_hidden, query, key, **arguments, token_mask=token_mask)
-    sink = own_sink(sink, query.shape[1])
+    alpha = beta = sink = gate = None
+    if not layer.is_plain:
+        alpha, beta, sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        if sink is not None:
+            sink = own_sink(sink, query.shape[1])
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
@@ -83,20 +158,21 @@ def affine_attention(
     return out.transpose(1, 2), weights
 
 
-GENERATES_NOT = (
-    'bias_length="keys" cannot generate: every new key would change the earlier outputs; train with an integer '
-    'bias_length or "visible"'
-)
-
-
 def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before an attention module: hands its input, which feeds q_proj, on to `affine_attention`."""
-    check_implementation(module.config)
-    if torch.compiler.is_compiling() and "affine_segments" not in kwargs:
-        raise ValueError(
-            f"torch.compile of an attention layer outside of its decoder: {type(module).__name__} was not told whether "
-            "documents are packed; compile the decoder layers or the model, not the attention module"
-        )
+    """Before an attention module: passes its input, which feeds q_proj, to `affine_attention`."""
+    if torch.compiler.is_compiling():
+        check_implementation(module.config)
+        if "affine_segments" not in kwargs:
+            raise ValueError(
+                f"torch.compile of an attention layer outside of its decoder: {type(module).__name__} does not know "
+                "whether documents are packed; compile the decoder layers or the model, not the attention module"
+            )
+        # A graph that reads the object would be compiled again for each new one.
+        kwargs["affine_call"] = None
+    else:
+        call = kwargs.get("affine_call")
+        if call is None or call.config is not module.config:
+            check_implementation(module.config)
     kwargs["affine_hidden"] = args[0] if args else kwargs["hidden_states"]
     return args, kwargs
 
@@ -107,7 +183,9 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Only position_ids that the caller passes can pack documents, and the decoder cannot tell them from those that it
     makes itself while it is traced. So this is asked here, and plain causal training needs no mask, compiled or not.
     """
-    check_implementation(module.config)
+    config: Any = module.config
+    check_implementation(config)
+    compiling = torch.compiler.is_compiling()
     segments = None
     given = kwargs if not args else kwargs | _by_name(module, args)
     position_ids = given.get("position_ids")
@@ -116,12 +194,12 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if position_ids.dim() == 2 and inputs is not None:
             segments = packed_segments(position_ids, inputs.shape[0])
-            if not torch.compiler.is_compiling() and not bool(segments[:, -1].any()):
+            if not compiling and not bool(segments[:, -1].any()):
                 segments = None
     weights = kwargs.get("output_attentions")
     if weights is None:
-        weights = bool(getattr(module.config, "output_attentions", False))
-    if weights and not torch.compiler.is_compiling():
+        weights = bool(getattr(config, "output_attentions", False))
+    if weights and not compiling:
         warnings.warn(
             "output_attentions=True computes the weights of every layer a second time and holds [B, H, T, S] for each; "
             "they are alpha * softmax + beta and do not contain the output gate",
@@ -129,6 +207,7 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             stacklevel=2,
         )
     kwargs["affine_segments"], kwargs["affine_weights"] = segments, bool(weights)
+    kwargs["affine_call"] = None if compiling else ForwardCall(config)
     return args, kwargs
 
 
@@ -138,7 +217,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def check_implementation(config: Any) -> None:
-    """An attached model whose attention was switched away would run plain softmax without a word."""
+    """Raises where attention was switched away from an attached model, which would silently run plain softmax."""
     if config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
             f'attn_implementation must stay "{IMPLEMENTATION}" while a mechanism is attached, got '

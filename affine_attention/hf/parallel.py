@@ -52,7 +52,9 @@ def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:
     """The sink of this rank's heads: a shard of the learned one; the constant one is the same for every head."""
     if isinstance(sink, DTensor):
         return sink.to_local()
-    return sink if sink is None or isinstance(sink, nn.Parameter) else sink[:heads]
+    if sink is None or sink.shape[0] == heads or isinstance(sink, nn.Parameter):
+        return sink
+    return sink[:heads]
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any] | None:

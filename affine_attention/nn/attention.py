@@ -26,6 +26,8 @@ class Coefficients(NamedTuple):
 class AttentionMechanism(nn.Module):
     """The parameters and state of one layer's mechanism: hidden states to alpha, beta, sink and gate.
 
+    `is_plain` is True for plain softmax attention, which has none of the four.
+
     >>> layer = AttentionMechanism("affine", embed_dim=64, num_heads=4, head_dim=16)
     >>> hidden = torch.randn(2, 10, 64); q = k = v = torch.randn(2, 4, 10, 16)
     >>> layer(hidden, q, k, v, is_causal=True).shape
@@ -50,6 +52,7 @@ class AttentionMechanism(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         self.num_heads, self.head_dim = num_heads, head_dim
+        self.is_plain = not (self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -78,6 +81,10 @@ class AttentionMechanism(nn.Module):
         if self.sink is not None:
             self.sink.fill_(self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
+    def check_can_generate(self) -> None:
+        """Raises where the mechanism cannot run with cached keys."""
+        self.mechanism.check_can_generate()
+
     def coefficients(
         self,
         hidden: Tensor,
@@ -94,18 +101,21 @@ class AttentionMechanism(nn.Module):
 
         `token_mask` [B, T] says which queries are real tokens; None takes the last T columns of a [B, S] mask.
         """
+        num_keys = None
+        if self.mechanism.bias:
+            num_keys = self.bias_divisor(
+                query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
+            )
+        return self.rows(hidden, num_keys, real_tokens(mask, query.shape[2]) if token_mask is None else token_mask)
+
+    def rows(self, hidden: Tensor, num_keys: Tensor | int | None, token_mask: Tensor | None) -> Coefficients:
+        """`coefficients` where N of Eq. 8, from `bias_divisor`, and the mask of real tokens [B, T] are known."""
         alpha = beta = gate = None
-        if self.scale is not None:
-            num_keys = None
-            if self.mechanism.bias:
-                num_keys = self._bias_divisor(
-                    query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
-                )
-            if token_mask is None and mask is not None and mask.dim() == 2 and mask.shape[1] >= query.shape[2]:
-                token_mask = mask[:, mask.shape[1] - query.shape[2] :]
-            alpha, beta = self.scale(hidden, num_keys, token_mask)
-        if self.gate_proj is not None:
-            gate = torch.sigmoid(self.gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        scale, gate_proj = self.scale, self.gate_proj
+        if scale is not None:
+            alpha, beta = scale(hidden, num_keys, token_mask)
+        if gate_proj is not None:
+            gate = torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         return Coefficients(alpha, beta, self.sink, gate)
 
     def forward(
@@ -136,18 +146,38 @@ class AttentionMechanism(nn.Module):
             softmax_scale=softmax_scale, nonnegative_alpha=True, impl=impl,
         )  # fmt: skip
 
-    def _bias_divisor(self, query: Tensor, key: Tensor, **visible) -> Tensor | int:
-        """N of Eq. 8, as `bias_length` says."""
-        length = self.mechanism.bias_length
+    def bias_divisor(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        window: int | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | int:
+        """N of Eq. 8, as `bias_length` says: an integer, or a tensor that can be broadcast to [B, H, T].
+
+        It depends on the shapes and the visible keys only: layers that share both can share it.
+        """
+        length, num_keys = self.mechanism.bias_length, key.shape[2]
         if length == "keys":
-            mask = visible["mask"]
             if mask is not None and mask.dim() == 2:
                 return mask.sum(-1)[:, None, None].clamp(min=1)
-            return max(key.shape[2], 1)
-        if isinstance(length, int) and key.shape[2] <= length:
+            return max(num_keys, 1)
+        if isinstance(length, int) and num_keys <= length:
             return length  # no query can see more
-        visible_keys = count_visible_keys(query, key, **visible)
+        visible_keys = count_visible_keys(
+            query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
+        )
         return visible_keys.clamp(min=length if isinstance(length, int) else 1)
+
+
+def real_tokens(mask: Tensor | None, num_queries: int) -> Tensor | None:
+    """The queries that are real tokens [B, T] by a key mask [B, S]; None where a mask is absent or of another form."""
+    if mask is None or mask.dim() != 2 or mask.shape[1] < num_queries:
+        return None
+    return mask[:, mask.shape[1] - num_queries :]
 
 
 class SelfAttention(nn.Module):
@@ -224,11 +254,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             if segment_ids is not None:
                 raise ValueError("segment_ids cannot be used with a cache: decode one document a row")
-            if self.mechanism.mechanism.bias and self.mechanism.mechanism.bias_length == "keys":
-                raise ValueError(
-                    'bias_length="keys" cannot generate: every new key would change the earlier outputs; train with '
-                    'an integer bias_length or "visible"'
-                )
+            self.mechanism.check_can_generate()
         past = 0 if cache is None else cache.length
         if mask is not None and tuple(mask.shape) != (hidden.shape[0], past + hidden.shape[1]):
             raise ValueError(

@@ -71,6 +71,18 @@ class Mechanism:
     def has_alpha(self) -> bool:
         return self.activation is not None
 
+    @property
+    def can_generate(self) -> bool:
+        return not (self.bias and self.bias_length == "keys")
+
+    def check_can_generate(self) -> None:
+        """Refuses to run with cached keys where every new key would change the earlier outputs."""
+        if not self.can_generate:
+            raise ValueError(
+                'bias_length="keys" cannot generate: every new key would change the earlier outputs; train with an '
+                'integer bias_length or "visible"'
+            )
+
     @classmethod
     def named(cls, name: str, **settings: Any) -> Mechanism:
         """A preset of the table in the README, with settings changed by keyword."""

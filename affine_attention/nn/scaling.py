@@ -8,6 +8,7 @@ up, so nothing is counted twice and nothing is written inside forward (docs/deci
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ops.fused import HAS_TRITON, INTERPRETED
 from .mechanism import Mechanism
+
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear_clipping(x: Tensor) -> Tensor:
@@ -49,6 +53,26 @@ class _CollectAlpha(torch.autograd.Function):
             total = alpha.masked_fill(~token_mask[..., None], 0).sum((0, 1), dtype=ctx.dtype)
             count = token_mask.sum(dtype=ctx.dtype)[None]
         return grad_alpha, None, torch.cat([total, count])
+
+
+def _can_fuse(scores: Tensor) -> bool:
+    """True where one Triton kernel replaces the formula; compiled graphs fuse the formula themselves."""
+    return (
+        (scores.is_cuda or INTERPRETED)
+        and HAS_TRITON
+        and not torch.compiler.is_compiling()
+        and scores.dtype in FUSED_DTYPES
+        and type(scores) is Tensor  # no fake tensor and no DTensor
+        and scores.numel() > 0
+    )
+
+
+@functools.cache
+def _fused_coefficients() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function, imported on first use because it imports Triton."""
+    from ..ops.fused.coefficients import fused_coefficients
+
+    return fused_coefficients
 
 
 class AffineScale(nn.Module):
@@ -104,19 +128,30 @@ class AffineScale(nn.Module):
             token_mask: boolean [B, T], True for real tokens: padding does not enter the running average.
         """
         scores_BTH = self.proj(hidden)
+        running_alpha = collected = None
+        if self.mechanism.bias:
+            if num_keys is None:
+                raise ValueError("num_keys is missing: beta = (running_alpha - alpha) / num_keys needs it (Eq. 8)")
+            running_alpha = self.running_alpha
+            if self.training and torch.is_grad_enabled():
+                collected = self.collected
+                if collected.device != scores_BTH.device:
+                    # Built on the meta device and loaded since: no checkpoint holds this buffer.
+                    collected = torch.zeros_like(collected, device=scores_BTH.device, requires_grad=True)
+                    self.collected = collected
+        if (running_alpha is None or isinstance(num_keys, int)) and _can_fuse(scores_BTH):
+            return _fused_coefficients()(
+                scores_BTH, self.mechanism.activation, running_alpha, num_keys, token_mask, collected
+            )
         # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
-        alpha_BTH = self.activation(scores_BTH if scores_BTH.dtype == torch.float64 else scores_BTH.float())
-        if self.mechanism.bias and self.training and torch.is_grad_enabled():
-            if self.collected.device != alpha_BTH.device:
-                # Built on the meta device and loaded since: no checkpoint holds this buffer.
-                self.collected = torch.zeros_like(self.collected, device=alpha_BTH.device, requires_grad=True)
-            alpha_BTH = _CollectAlpha.apply(alpha_BTH, token_mask, self.collected)
+        wide = scores_BTH.dtype in (torch.float32, torch.float64)
+        alpha_BTH = self.activation(scores_BTH if wide else scores_BTH.float())
+        if collected is not None:
+            alpha_BTH = _CollectAlpha.apply(alpha_BTH, token_mask, collected)
         alpha = alpha_BTH.transpose(1, 2)
-        if not self.mechanism.bias:
+        if running_alpha is None or num_keys is None:
             return alpha, None
-        if num_keys is None:
-            raise ValueError("num_keys is missing: beta = (running_alpha - alpha) / num_keys needs it (Eq. 8)")
-        return alpha, (self.running_alpha[:, None] - alpha) / num_keys
+        return alpha, (running_alpha[:, None] - alpha) / num_keys
 
     def discard_collected(self) -> None:
         """Forgets what was collected since the last commit (after a skipped optimizer step)."""
@@ -160,36 +195,74 @@ def _moved_in_own_dtype(before: Tensor, after: Tensor) -> Tensor:
 
 @torch.no_grad()
 def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Folds what the step has seen of alpha into every `running_alpha`: the one line after `optimizer.step()`.
+    """Updates every `running_alpha` with what the step has seen of alpha: the one line after `optimizer.step()`.
 
     running_alpha <- momentum * running_alpha + (1 - momentum) * mean of alpha over all real tokens of all micro-batches
-    since the last commit and, where torch.distributed runs, of all ranks: one all-reduce for all layers together.
+    since the last commit and, where torch.distributed runs, of all ranks: one all-reduce for all layers together. A
+    layer without a real token, or with a mean that is not finite, keeps its value. The number of kernel launches does
+    not depend on the number of layers, and the host never waits for the GPU.
+
+    Inside a CUDA graph: call it after the backward, in the same captured region. Commit or discard after the warm-up
+    steps, so that nothing is collected when the capture starts; each replay then computes the sums anew and commits
+    them. A commit outside of the graph that captured the backward updates the averages once at most: it releases the
+    sums, and later replays write to memory that it no longer reads.
 
     Args:
         model: any module with `AffineScale` modules inside; every rank must call.
         group: the ranks that hold different data; None means all.
     """
     scales = affine_scales(model)
-    if not scales:
-        return
-    parts = [torch.zeros_like(s.collected) if s.collected.grad is None else s.collected.grad for s in scales]
-    stacked = torch.cat([part.to(parts[0].device) for part in parts])
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        if group is None and any(s.shard_mesh is not None for s in scales):
-            raise ValueError(
-                "group is missing: under tensor parallelism ranks hold different heads, whose averages must not be "
-                "mixed; pass the ranks that hold different data, affine_attention.hf.data_parallel_group(model)"
-            )
-        dist.all_reduce(stacked, group=group)
-    for scale, part in zip(scales, stacked.split([len(part) for part in parts]), strict=True):
-        running = scale.running_alpha
-        total, count = part[:-1].to(running.device), part[-1].to(running.device)
-        mean = (total / count).to(running.dtype)
-        rho = scale.mechanism.momentum
-        # No real token in the step, or an alpha that is not finite: the average stays. No host sync on a GPU.
-        seen = (count > 0) & torch.isfinite(mean).all()
-        running.copy_(torch.where(seen, rho * running + (1 - rho) * mean, running))
-        scale.discard_collected()
+    reduces = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    if reduces and group is None and any(scale.shard_mesh is not None for scale in scales):
+        raise ValueError(
+            "group is missing: under tensor parallelism ranks hold different heads, whose averages must not be "
+            "mixed; pass the ranks that hold different data, affine_attention.hf.data_parallel_group(model)"
+        )
+    # Layers that one update serves: their running averages, and what they have collected.
+    batches: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor | None]]] = {}
+    for scale in scales:
+        running, collected = scale.running_alpha, scale.collected
+        grad = collected.grad
+        # Another rank may have collected something where this one has not.
+        if grad is not None or reduces:
+            key = (running.device, running.dtype, running.shape, scale.mechanism.momentum)
+            targets, grads = batches.setdefault(key, ([], []))
+            targets.append(running)
+            grads.append(grad)
+            collected.grad = None
+    sums = [_stack_collected(targets, grads) for targets, grads in batches.values()]
+    if reduces and sums:
+        sums = _all_reduce(sums, group)
+    for (*_, momentum), (targets, _), sums_LH in zip(batches, batches.values(), sums, strict=True):
+        _update(targets, sums_LH, momentum)
+
+
+def _stack_collected(targets: list[Tensor], grads: list[Tensor | None]) -> Tensor:
+    """What layers of one device and size have collected, [L, H + 1]: sums of alpha, then the number of tokens."""
+    device = targets[0].device
+    parts = [None if grad is None else grad.to(device) for grad in grads]
+    if any(part is None for part in parts):
+        nothing = torch.zeros(len(targets[0]) + 1, dtype=torch.float64, device=device)
+        return torch.stack([nothing if part is None else part for part in parts])
+    return torch.stack(parts)  # type: ignore[arg-type]
+
+
+def _all_reduce(sums: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The sums over all ranks, in one collective call."""
+    flat = torch.cat([part.to(sums[0].device).flatten() for part in sums])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([part.numel() for part in sums])
+    return [part.view_as(like).to(like.device) for part, like in zip(parts, sums, strict=True)]
+
+
+def _update(targets: list[Tensor], sums_LH: Tensor, momentum: float) -> None:
+    """Eq. 9 for layers of one device, size and momentum."""
+    running_LH = torch.stack(targets)
+    # A layer without a real token divides 0 by 0, which is not finite either.
+    mean_LH = (sums_LH[:, :-1] / sums_LH[:, -1:]).to(running_LH.dtype)
+    is_finite = torch.linalg.vector_norm(mean_LH, torch.inf, dim=1, keepdim=True) < torch.inf
+    updated_LH = torch.where(is_finite, momentum * running_LH + (1 - momentum) * mean_LH, running_LH)
+    torch._foreach_copy_(targets, updated_LH.unbind())
 
 
 def discard_running_alpha(model: nn.Module) -> None:
@@ -206,5 +279,23 @@ def commit_after_step(
 
 
 def affine_scales(model: nn.Module) -> list[AffineScale]:
-    """The modules of a model that keep a running average, in the order of `model.modules()`."""
-    return [module for module in model.modules() if isinstance(module, AffineScale) and module.mechanism.bias]
+    """The modules of a model that keep a running average, in the order of `model.modules()`.
+
+    They are searched in every step, since a model may change between two steps. `model.modules()` builds a name for
+    each module and visits every leaf: it takes several times as long.
+    """
+    found: list[AffineScale] = []
+    seen: set[nn.Module] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, AffineScale):
+            if module.mechanism.bias:
+                found.append(module)
+        else:
+            children = reversed(module._modules.values())
+            waiting.extend([child for child in children if child is not None and child._modules])
+    return found

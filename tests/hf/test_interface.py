@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+import threading
 import warnings
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from affine_attention import Mechanism
-from affine_attention.hf import WeightsNotice
-from affine_attention.hf.interface import IMPLEMENTATION, affine_attention
+from affine_attention.hf import WeightsNotice, attach, interface
+from affine_attention.hf.interface import IMPLEMENTATION, MAX_READINGS, ForwardCall, affine_attention
 from affine_attention.nn import PRESETS
+from affine_attention.nn import attention as nn_attention
 
-from .models import FAMILIES, make_model, make_tokens, oracle, plain_model
+from .models import FAMILIES, SLIDING, make_model, make_tokens, mechanisms, oracle, plain_model
 from .test_attach import EXACT
 from .test_masks import packed_positions, padded_rows
 
@@ -96,3 +100,205 @@ def test_a_packed_row_cannot_meet_a_cache():
             model.model.layers[0].self_attn, query, torch.cat([key, key], 2), torch.cat([key, key], 2),
             torch.ones(1, 1, 1, 0, dtype=torch.uint8), affine_hidden=torch.randn(1, 3, 32), affine_segments=segments,
         )  # fmt: skip
+
+
+def count_calls(monkeypatch, module, name):
+    """Replaces a function of a module by one that appends to the list that is returned."""
+    calls, function = [], getattr(module, name)
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+LAYERS = 6
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed", "own", "cached", "sliding"])
+def test_a_mask_is_read_once_per_forward(kind, monkeypatch):
+    """Beyond bias_length the visible keys are counted, which also happens once."""
+    changes = SLIDING["qwen2"] | {"max_window_layers": 3} if kind == "sliding" else {}
+    mechanism = Mechanism.named("affine", bias_length=4)
+    model = make_model("qwen2", mechanism, torch.float64, num_hidden_layers=LAYERS, **changes)
+    tokens, mask = padded_rows("left")
+    inputs = {"input_ids": tokens, "use_cache": False}
+    if kind == "padded":
+        inputs["attention_mask"] = mask
+    elif kind == "packed":
+        inputs = {"input_ids": make_tokens(), "position_ids": packed_positions(), "use_cache": False}
+    elif kind == "own":
+        inputs["attention_mask"] = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    elif kind == "cached":
+        inputs["past_key_values"] = model(tokens, use_cache=True).past_key_values
+        inputs["use_cache"] = True
+    reads = count_calls(monkeypatch, interface, "read_mask")
+    counts = count_calls(monkeypatch, nn_attention, "count_visible_keys")
+    model(**inputs)
+    kinds = 2 if kind == "sliding" else 1
+    assert (len(reads), len(counts)) == (kinds, kinds)
+    model(**inputs)
+    assert len(reads) == 2 * kinds, "the next forward reads its own mask"
+
+
+def test_recomputed_layers_use_the_reading_of_their_forward(monkeypatch):
+    plain = make_model(num_hidden_layers=LAYERS).train()
+    checked = copy.deepcopy(plain)
+    checked.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens, mask = padded_rows("left")
+    reads = count_calls(monkeypatch, interface, "read_mask")
+    for model in (plain, checked):
+        model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()].sum().backward()
+        assert len(reads) == 1
+        reads.clear()
+    for (name, a), b in zip(plain.named_parameters(), checked.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_forwards_with_other_masks_of_the_same_shape_do_not_mix():
+    model = make_model(dtype=torch.float64, num_hidden_layers=3)
+    tokens = make_tokens(3)
+    for side in ("left", "right", "left"):
+        _, mask = padded_rows(side)
+        logits = model(tokens, attention_mask=mask).logits
+        with oracle():
+            expected = model(tokens, attention_mask=mask).logits
+        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **EXACT)
+
+
+def test_threads_share_nothing():
+    model = make_model(mechanism=Mechanism.named("affine", bias_length=4), num_hidden_layers=LAYERS)
+    tokens, masks = make_tokens(3), [padded_rows(side)[1] for side in ("left", "right")]
+    expected = [model(tokens, attention_mask=mask).logits.detach() for mask in masks]
+    failures = []
+
+    def work(index):
+        for _ in range(10):
+            with torch.no_grad():
+                logits = model(tokens, attention_mask=masks[index]).logits
+            if not torch.equal(logits, expected[index]):
+                failures.append(index)
+
+    threads = [threading.Thread(target=work, args=(n % 2,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_reading_belongs_to_its_mask_shapes_and_mechanism():
+    model = make_model(num_hidden_layers=2)
+    layers = mechanisms(model)
+    assert layers[0].mechanism is layers[1].mechanism
+    call = ForwardCall(model.config)
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    mask = torch.ones(2, 1, 1, 6, dtype=torch.uint8)
+    first = call.read(layers[0], mask, query, key, True, None)
+    assert call.read(layers[1], mask, query.clone(), key.clone(), True, None) is first
+    assert call.read(layers[0], mask.clone(), query, key, True, None) is not first
+    assert call.read(layers[0], mask, query, key, False, None) is not first
+    assert call.read(layers[0], None, query, key, True, None) is not first
+    assert call.read(layers[0], None, query, torch.cat([key, key], 2), False, None).num_keys == 12
+    other = make_model(mechanism=Mechanism.named("affine", bias_length=3))
+    assert call.read(mechanisms(other)[0], mask, query, key, True, None) is not first
+    for _ in range(3 * MAX_READINGS):
+        call.read(layers[0], mask.clone(), query, key, True, None)
+        assert len(call._readings) <= MAX_READINGS
+
+
+def test_a_layer_with_a_configuration_of_its_own_is_checked():
+    model = make_model()
+    module = model.model.layers[1].self_attn
+    module.config = copy.deepcopy(module.config)
+    model(make_tokens())
+    module.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match='must stay "affine_attention" while a mechanism is attached, got "sdpa"'):
+        model(make_tokens())
+
+
+def test_compiled_layers_are_compiled_once(monkeypatch):
+    """The shared object is a new one in every forward; graphs must not depend on it."""
+    from accelerate.utils import compile_regions
+
+    torch._dynamo.reset()
+    model = make_model(num_hidden_layers=3).train()
+    call = compile_regions(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    tokens, mask = padded_rows("left")
+    call(tokens, attention_mask=mask, use_cache=False).logits.sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(3):
+            tokens = make_tokens(3, seed=seed)
+            logits = call(tokens, attention_mask=mask.clone(), use_cache=False).logits
+            expected = model(tokens, attention_mask=mask, use_cache=False).logits
+            torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
+def python_calls(function) -> int:
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    function()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def plain_operator(query, key, value, *, alpha, beta, softmax_scale, is_causal, **_):
+    """One call of PyTorch's attention in the operator's place: what is counted is the path to the operator."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=softmax_scale, enable_gqa=True
+    )
+    out = out if alpha is None else out * alpha[..., None]
+    return out if beta is None else out + beta[..., None]
+
+
+def train_step(model):
+    model(make_tokens(), use_cache=False).logits.sum().backward()
+
+
+def decode_step(model):
+    """A prompt and one step."""
+    with torch.no_grad():
+        past = DynamicCache(config=model.config)
+        model(make_tokens(), past_key_values=past)
+        model(make_tokens(2, 1), past_key_values=past)
+
+
+def calls_per_layer(mechanism, step) -> float:
+    counts = []
+    for layers in (2, 6):
+        model = plain_model(num_hidden_layers=layers)
+        if mechanism is not None:
+            attach(model, mechanism)
+        model.train(step is train_step)
+        counts.append(python_calls(lambda model=model: step(model)))
+    return (counts[1] - counts[0]) / 4
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "training", "decoding"),  # Python calls per layer beyond plain sdpa
+    [("softmax", 6, 6), ("affine", 36, 22), ("affine_gated", 44, 30), ("sink", 13, 13)],
+)
+def test_python_calls_per_layer_stay_within_a_budget(mechanism, training, decoding, monkeypatch):
+    monkeypatch.setattr(interface, "attention", plain_operator)
+    assert calls_per_layer(mechanism, train_step) <= calls_per_layer(None, train_step) + training
+    assert calls_per_layer(mechanism, decode_step) <= calls_per_layer(None, decode_step) + 2 * decoding
+
+
+def test_plain_softmax_computes_no_coefficients(monkeypatch):
+    model = make_model(mechanism="softmax")
+    assert all(layer.is_plain for layer in mechanisms(model))
+    monkeypatch.setattr(nn_attention.AttentionMechanism, "rows", lambda *_: pytest.fail("coefficients were computed"))
+    reads = count_calls(monkeypatch, interface, "read_mask")
+    out = model(make_tokens()).logits
+    assert len(reads) == 1
+    torch.testing.assert_close(out, plain_model()(make_tokens()).logits)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from affine_attention import KeyValueCache, SelfAttention, attention, commit_running_alpha, explain
+from affine_attention import (
+    AffineScale,
+    KeyValueCache,
+    Mechanism,
+    SelfAttention,
+    attention,
+    commit_running_alpha,
+    explain,
+)
 from affine_attention.nn import PRESETS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -83,3 +91,52 @@ def test_deterministic_algorithms_avoid_cudnn():
         torch.use_deterministic_algorithms(False)
     assert choice.kernels == ("flash",)
     assert "deterministic" in choice.reason
+
+
+def test_commit_never_waits_for_the_gpu():
+    model = torch.nn.ModuleList(make_layer("affine") for _ in range(3))
+    for layer in model:
+        layer(torch.randn(2, 40, 256, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        commit_running_alpha(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all((layer.mechanism.scale.running_alpha > 0).all() for layer in model)
+
+
+def test_a_commit_inside_a_cuda_graph_runs_with_every_replay():
+    """Forward of alpha and beta, backward and commit captured as one graph, against the same steps without it."""
+
+    def make():
+        torch.manual_seed(0)
+        scales = [AffineScale(Mechanism.named("affine"), 32, 4, device="cuda") for _ in range(3)]
+        return torch.nn.ModuleList(scales)
+
+    def step(model, hidden):
+        for scale in model:
+            alpha, beta = scale(hidden, 64)
+            (alpha + beta).sum().backward()
+        commit_running_alpha(model)
+
+    batches = [torch.randn(2, 40, 32, device="cuda") * (n + 1) for n in range(4)]
+    eager, captured = make(), make()
+    for hidden in batches:
+        step(eager, hidden)
+    static = batches[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(captured, static)  # warm-up; it ends with a commit, so nothing is collected when the capture starts
+        captured.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    for scale in captured:
+        scale.running_alpha.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(captured, static)
+    for hidden in batches:
+        static.copy_(hidden)
+        graph.replay()
+    for a, b in zip(eager, captured, strict=True):
+        assert torch.equal(a.running_alpha, b.running_alpha)

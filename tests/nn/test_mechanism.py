@@ -88,3 +88,14 @@ def test_bad_settings_are_named(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_which_mechanisms_can_generate():
+    for mechanism in (*PRESETS.values(), Mechanism.named("affine", bias_length="visible")):
+        assert mechanism.can_generate
+        mechanism.check_can_generate()
+    assert Mechanism.named("affine_no_bias", bias_length="keys").can_generate, "without a bias there is no divisor"
+    refused = Mechanism.named("affine", bias_length="keys")
+    assert not refused.can_generate
+    with pytest.raises(ValueError, match='bias_length="keys" cannot generate'):
+        refused.check_can_generate()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from affine_attention import (
     AffineScale,
@@ -16,6 +17,7 @@ from affine_attention import (
     discard_running_alpha,
     linear_clipping,
 )
+from affine_attention.nn.scaling import affine_scales
 
 from .models import TinyLM, make_tokens, running_alphas, summed_loss
 
@@ -172,6 +174,97 @@ def test_an_overflow_keeps_the_last_average():
     alpha.sum().backward()
     commit_running_alpha(scale)
     assert torch.equal(scale.running_alpha, torch.full((4,), 0.5))
+
+
+class Layers(nn.Module):
+    """Averages of several sizes and momenta, each with sums collected by hand."""
+
+    def __init__(self, count: int = 12):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scales = nn.ModuleList()
+        for index in range(count):
+            settings = Mechanism.named("affine", momentum=(0.9, 0.9, 0.75)[index % 3])
+            scale = AffineScale(settings, 8, (4, 7, 4, 1)[index % 4])
+            scale.running_alpha.uniform_(0, 1, generator=generator)
+            heads = len(scale.running_alpha)
+            tokens = torch.randint(1, 5000, (1,), generator=generator)
+            total = tokens * torch.rand(heads, generator=generator, dtype=torch.float64)
+            scale.collected.grad = torch.cat([total, tokens.double()])
+            self.scales.append(scale)
+
+
+def committed_layer_by_layer(model) -> list[torch.Tensor]:
+    """Eq. 9 for each layer alone."""
+    averages = []
+    for scale in affine_scales(model):
+        running, rho = scale.running_alpha, scale.mechanism.momentum
+        part = torch.zeros_like(scale.collected) if scale.collected.grad is None else scale.collected.grad
+        total, count = part[:-1], part[-1]
+        mean = (total / count).to(running.dtype)
+        seen = (count > 0) & torch.isfinite(mean).all()
+        averages.append(torch.where(seen, rho * running + (1 - rho) * mean, running))
+    return averages
+
+
+def test_one_update_for_all_layers_is_bitwise_that_of_each():
+    model = Layers()
+    scales = model.scales
+    scales[0].collected.grad = None  # no backward reached it
+    scales[1].collected.grad.zero_()  # no real token
+    scales[2].collected.grad[1] = torch.nan
+    scales[3].collected.grad[0] = torch.inf
+    scales[4].collected.grad[0] = -torch.inf
+    kept = [scale.running_alpha.clone() for scale in scales[:5]]
+    expected = [average.clone() for average in committed_layer_by_layer(model)]
+    buffers = [scale.running_alpha for scale in scales]
+    commit_running_alpha(model)
+    for index, scale in enumerate(scales):
+        assert torch.equal(scale.running_alpha, expected[index])
+        assert scale.running_alpha is buffers[index], "updated in place"
+        assert scale.running_alpha.dtype == torch.float32
+        assert scale.collected.grad is None
+    for scale, before in zip(scales[:5], kept, strict=True):
+        assert torch.equal(scale.running_alpha, before)
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_does_not_depend_on_the_number_of_layers():
+    counts = []
+    for count in (12, 120):
+        model = Layers(count)
+        with CountOperations() as operations:
+            commit_running_alpha(model)
+        counts.append(len(operations.names))
+        assert not any("local_scalar_dense" in name or "item" in name for name in operations.names), "no host sync"
+    assert counts[0] == counts[1]
+    with CountOperations() as operations:
+        commit_running_alpha(model)
+    assert not operations.names, "nothing was collected"
+
+
+def test_the_search_finds_what_modules_finds_in_its_order():
+    model = TinyLM("affine")
+    model.again = model.layers[0]  # a module that is shared counts once
+    model.nothing = None
+    model.register_module("none", None)
+    model.cycle = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)])])
+    model.cycle[0].append(model.cycle)
+    model.other = nn.Sequential(AffineScale(Mechanism.named("head_gated"), 8, 2), make_scale())
+    expected = [m for m in model.modules() if isinstance(m, AffineScale) and m.mechanism.bias]
+    found = affine_scales(model)
+    assert len(found) == len(expected) == 3
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+    assert affine_scales(found[0]) == [found[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
