@@ -106,16 +106,16 @@ def backward_alone(forward: Forward, inputs: Inputs, grad_out: Tensor) -> Functi
 def decode_steps(bench: Bench) -> dict[str, Function]:
     """One new query for each sequence, over the keys of the call."""
 
-    def last_query(preset: str) -> Inputs:
+    def last_query(preset: str) -> dict[str, Any]:
         by_query = ("query", "alpha", "beta", "gate")
         return {name: (x[:, :, -1:] if name in by_query else x).detach() for name, x in bench.of(preset).items()}
 
+    def ours(inputs: dict[str, Any]) -> Function:
+        return lambda: attention(**inputs, is_causal=True, nonnegative_alpha=True)
+
     query, key, value = last_query("softmax").values()
-    steps: dict[str, Function] = {PLAIN: lambda: F.scaled_dot_product_attention(query, key, value)}
-    for name, preset in PRESETS.items():
-        inputs = last_query(preset)
-        steps[name] = lambda inputs=inputs: attention(**inputs, is_causal=True, nonnegative_alpha=True)
-    return steps
+    steps = {name: ours(last_query(preset)) for name, preset in PRESETS.items()}
+    return {PLAIN: lambda: F.scaled_dot_product_attention(query, key, value), **steps}
 
 
 def count_all(run: Run, what: str, functions: dict[str, Function]) -> Iterator[Case]:
@@ -129,8 +129,11 @@ def count_all(run: Run, what: str, functions: dict[str, Function]) -> Iterator[C
 
 
 def python_calls(function: Function) -> int:
-    """Number of Python functions that a call enters. The backward runs on this thread, where they are counted."""
-    count = 0
+    """Number of Python functions that `function`, itself not counted, calls.
+
+    The backward runs on this thread: the threads of the autograd engine have no profile function.
+    """
+    count = -1
 
     def on_event(frame: Any, event: str, argument: Any) -> None:
         nonlocal count

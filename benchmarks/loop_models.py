@@ -25,13 +25,12 @@ def build_model(run: Run, name: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape: dict[str, Any] = {**run.sizes.model}
-    config = LlamaConfig(
-        **shape, tie_word_embeddings=True, max_position_embeddings=2 * run.sizes.length,
-        bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        **run.sizes.model, "tie_word_embeddings": True, "max_position_embeddings": 2 * run.sizes.length,
+        "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa",
+    }  # fmt: skip
     with torch.device(run.device):
-        model: Any = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(LlamaConfig(**settings))
     model = model.to(run.sizes.dtype).train()
     assert model.config._attn_implementation == "sdpa"
     return model if name == PLAIN else attach(model, Mechanism.named(name, running_alpha_start=0.5))

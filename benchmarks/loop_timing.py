@@ -61,21 +61,24 @@ def take_turns(functions: dict[str, Function], rounds: int, seconds: Callable[[F
     errors: dict[str, str] = {}
     times: dict[str, list[float]] = {name: [] for name in functions}
 
-    def attempt(name: str, action: Function) -> None:
+    def attempt(name: str, timed: bool) -> None:
+        if name in errors:
+            return
         try:
-            action()
+            if timed:
+                times[name].append(seconds(functions[name]))
+            else:
+                functions[name]()
         except Exception as error:
             traceback.print_exc()  # the table has only the first line
             errors[name] = first_line(error)
 
-    for name, function in functions.items():
+    for name in functions:
         for _ in range(WARM_UP):
-            if name not in errors:
-                attempt(name, function)
+            attempt(name, timed=False)
     for _ in range(rounds):
-        for name, function in functions.items():
-            if name not in errors:
-                attempt(name, lambda name=name, function=function: times[name].append(seconds(function)))
+        for name in functions:
+            attempt(name, timed=True)
     return {name: errors[name] if name in errors else statistics.median(times[name]) for name in functions}
 
 
