@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from . import loop_calls, loop_generate, loop_train
-from .loop_models import FULL, PLAIN, TINY, Sizes
-from .loop_timing import Case
+from . import loop_calls, loop_generate, loop_graph, loop_profile, loop_train
+from .loop_options import FULL, TINY, Run
+from .loop_timing import PLAIN, Case, first_line
 from .results_file import table, write
 
 SECTIONS: dict[str, Callable[..., Iterator[Case]]] = {
@@ -30,18 +30,19 @@ SECTIONS: dict[str, Callable[..., Iterator[Case]]] = {
     "generate": loop_generate.generate,
     "commit": loop_train.commit,
     "counts": loop_calls.counts,
-    "profile": loop_train.profile,
+    "graph": loop_graph.graph,
+    "profile": loop_profile.profile,
 }
 NOT_BY_DEFAULT = ("profile",)
 COLUMNS = ["what", "variant", "measured", "unit", "over plain", "bar", "goal"]
 # What a variant has to reach and what it should reach: ratios to plain, or milliseconds for the commit.
 TARGETS = {
-    ("host, forward with gradients, B2 H16 T1024 D64", "affine"): ("2.5", "1.5"),
-    ("host, forward + backward, B2 H16 T1024 D64", "affine"): ("1.8", "1.3"),
-    ("device, forward, B2 H8 T512 D64", "affine"): ("1.25", "1.10"),
-    ("device, forward + backward, B2 H8 T512 D64", "affine"): ("1.20", "1.05"),
-    ("device, forward, B2 H16 T1024 D64", "affine"): ("1.25", "1.10"),
-    ("device, forward + backward, B2 H16 T1024 D64", "affine"): ("1.20", "1.05"),
+    ("host time, forward with gradients, B2 H16 T1024 D64", "affine"): ("2.5", "1.5"),
+    ("host time, forward + backward, B2 H16 T1024 D64", "affine"): ("1.8", "1.3"),
+    ("device time, forward, B2 H8 T512 D64", "affine"): ("1.25", "1.10"),
+    ("device time, forward + backward, B2 H8 T512 D64", "affine"): ("1.20", "1.05"),
+    ("device time, forward, B2 H16 T1024 D64", "affine"): ("1.25", "1.10"),
+    ("device time, forward + backward, B2 H16 T1024 D64", "affine"): ("1.20", "1.05"),
     ("train, eager, 8 x 2048", "affine"): ("0.92", "0.98"),
     ("train, layers compiled, 8 x 2048", "affine"): ("0.95", "0.99"),
     ("train, layers compiled, 8 x 2048", "softmax"): ("0.98", "1.00"),
@@ -50,23 +51,9 @@ TARGETS = {
     ("train, reduce-overhead, 8 x 2048", "affine"): ("0.97", "1.00"),
     ("generate, static cache, batch 1, prompt 16", "affine"): ("0.96", "1.00"),
     ("generate, static cache, batch 8, prompt 512", "affine"): ("0.98", "1.00"),
-    ("commit_running_alpha, 30 layers, host", "affine"): ("0.5 ms", "0.2 ms"),
-    ("commit_running_alpha, 30 layers, wall", "affine"): ("0.5 ms", "0.2 ms"),
+    ("commit_running_alpha, 30 layers, host time", "affine"): ("0.5 ms", "0.2 ms"),
+    ("commit_running_alpha, 30 layers, wall clock", "affine"): ("0.5 ms", "0.2 ms"),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """The options of a run that its sections read."""
-
-    device: str
-    sizes: Sizes
-    mechanisms: tuple[str, ...]
-    rounds: int
-    steps: int
-    host_rounds: int
-    host_calls: int = 20
-    commit_rounds: int = 20
 
 
 def rows_of(case: Case) -> list[list[str]]:
@@ -82,29 +69,28 @@ def rows_of(case: Case) -> list[list[str]]:
     return rows
 
 
-def measure(run: Run, sections: list[str]) -> Iterator[tuple[str, list[list[str]]]]:
-    """The section and the rows of every case, as soon as they are measured. A section that raises becomes a row."""
+def measure(run: Run, sections: list[str]) -> Iterator[list[list[str]]]:
+    """The rows of every case, as soon as they are measured. A section that raises becomes a row."""
     for section in sections:
         begin = time.perf_counter()
         try:
             for case in SECTIONS[section](run):
-                yield section, rows_of(case)
+                yield rows_of(case)
         except Exception as error:
-            from .loop_timing import first_line
-
-            yield section, [[section, "", first_line(error), "", "", "", ""]]
+            traceback.print_exc()
+            yield [[section, "", first_line(error), "", "", "", ""]]
         print(f"{section}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def describe(run: Run, rows: list[list[str]]) -> list[str]:
     return [
-        f"Medians of {run.rounds} rounds ({run.host_rounds} for single calls) in which the variants take turns. A "
+        f"Medians of {run.rounds} rounds ({run.call_rounds} for single calls) in which the variants take turns. A "
         f"training time is the wall clock over {run.steps} consecutive steps, a host time the time until a call "
         f"returns, from {run.host_calls} calls on an idle queue. A higher ratio is better for tokens/s, a lower one "
         "for times and counts.",
         "",
         *table(COLUMNS, rows),
-    ]  # fmt: skip
+    ]
 
 
 def options() -> argparse.Namespace:
@@ -129,12 +115,12 @@ def main() -> None:
         tuple(given.mechanisms),
         rounds=3 if given.quick else given.rounds,
         steps=2 if given.quick else given.steps,
-        host_rounds=15 if given.quick else 60,
+        call_rounds=15 if given.quick else 60,
         host_calls=20 if given.device == "cuda" else 2,
         commit_rounds=5 if given.quick else 20,
     )
     rows: list[list[str]] = []
-    for _, each in measure(run, given.only):
+    for each in measure(run, given.only):
         print("\n".join(" | ".join(row) for row in each), flush=True)
         rows += each
         if given.write:  # after every case: a run that is cut short keeps what it has

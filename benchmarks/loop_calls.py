@@ -10,30 +10,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from affine_attention import attention
+
 from .attention import PLAIN_BACKENDS, Bench, Shape
-from .loop_models import PLAIN, Sizes
-from .loop_timing import Case, Function, Measured, host_seconds, scaled, take_turns
+from .loop_options import CallSize, Run
+from .loop_timing import PLAIN, Case, Function, Measured, host_seconds, scaled, take_turns
 from .measure import median_seconds
 
-HOST_MECHANISMS = {"affine": "affine", "sink": "sink", "gated": "gated", "no mechanism": "softmax"}
-DEVICE_MECHANISMS = ("affine", "sink")
+PRESETS = {"affine": "affine", "sink": "sink", "gated": "gated", "no mechanism": "softmax"}
+DEVICE_PRESETS = ("affine", "sink")
+Forward = Callable[[], Tensor]
+Inputs = dict[str, Tensor]
 
 
-def bench_of(size: tuple[int, int, int, int], sizes: Sizes, device: str) -> Bench:
+def make_bench(run: Run, size: CallSize) -> Bench:
     batch, heads, length, dim = size
-    return Bench(Shape("call", batch, heads, heads, length, dim), device, sizes.dtype)
+    return Bench(Shape("call", batch, heads, heads, length, dim), run.device, run.sizes.dtype)
 
 
-def describe(size: tuple[int, int, int, int]) -> str:
+def shape_text(size: CallSize) -> str:
     return "B{} H{} T{} D{}".format(*size)
 
 
-def with_backward(forward: Callable[[], Tensor], given: dict[str, Tensor], grad_out: Tensor) -> Function:
-    leaves = list(given.values())
+def calls_of(bench: Bench) -> dict[str, tuple[Forward, Inputs]]:
+    """Forward and inputs of every variant. Plain attention chooses its backend itself."""
+    inputs = bench.of("softmax")
+    query, key, value = inputs.values()
+
+    def plain() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return {PLAIN: (plain, inputs), **{name: (bench.ours(each), bench.of(each)) for name, each in PRESETS.items()}}
+
+
+def with_backward(forward: Forward, inputs: Inputs, grad_out: Tensor) -> Function:
+    leaves = list(inputs.values())
     return lambda: torch.autograd.grad(forward(), leaves, grad_out)
 
 
-def without_gradients(forward: Callable[[], Tensor]) -> Function:
+def without_gradients(forward: Forward) -> Function:
     def call() -> Tensor:
         with torch.no_grad():
             return forward()
@@ -41,83 +56,84 @@ def without_gradients(forward: Callable[[], Tensor]) -> Function:
     return call
 
 
-def calls_of(bench: Bench) -> dict[str, tuple[Callable[[], Tensor], dict[str, Tensor]]]:
-    """Forward and inputs of every variant. Plain attention chooses its backend itself."""
-    inputs = bench.of("softmax")
-    query, key, value = inputs.values()
-    plain = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)  # noqa: E731
-    ours = {name: (bench.ours(preset), bench.of(preset)) for name, preset in HOST_MECHANISMS.items()}
-    return {PLAIN: (plain, inputs), **ours}
-
-
-def host(run: Any) -> Iterator[Case]:
-    size = run.sizes.call
-    bench = bench_of(size, run.sizes, run.device)
+def host(run: Run) -> Iterator[Case]:
+    shape, bench = shape_text(run.sizes.call), make_bench(run, run.sizes.call)
     calls = calls_of(bench)
-    print(f"plain runs {', '.join(kernel_names(calls[PLAIN][0], run.device)) or 'on the CPU'}", flush=True)
-    forward = {name: call for name, (call, _) in calls.items()}
-    both = {name: with_backward(call, given, bench.grad_out) for name, (call, given) in calls.items()}
-    seconds, rounds = host_seconds(run.device, run.host_calls), run.host_rounds
-    with torch.no_grad():  # once around all calls: entering it takes host time too
-        measured = take_turns(dict(forward), rounds, seconds)
-    yield Case(f"host, forward, no_grad, {describe(size)}", "µs", scaled(measured, 1e6))
-    for what, functions in (("forward with gradients", dict(forward)), ("forward + backward", both)):
-        measured = take_turns(functions, rounds, seconds)
-        yield Case(f"host, {what}, {describe(size)}", "µs", scaled(measured, 1e6))
+    yield Case("kernel of the plain forward", "", {PLAIN: kernel_names(calls[PLAIN][0], run.device)})
+    forward: dict[str, Function] = {name: call for name, (call, _) in calls.items()}
+    both = {name: with_backward(call, inputs, bench.grad_out) for name, (call, inputs) in calls.items()}
+    seconds = host_seconds(run.device, run.host_calls)
+    with torch.no_grad():  # around all calls, because entering it takes host time too
+        measured = take_turns(forward, run.call_rounds, seconds)
+    yield Case(f"host time, forward under no_grad, {shape}", "µs", scaled(measured, 1e6))
+    for what, functions in (("forward with gradients", forward), ("forward + backward", both)):
+        measured = take_turns(functions, run.call_rounds, seconds)
+        yield Case(f"host time, {what}, {shape}", "µs", scaled(measured, 1e6))
 
 
-def device(run: Any) -> Iterator[Case]:
+def device(run: Run) -> Iterator[Case]:
+    """The host runs ahead here. Plain attention is pinned to its fastest backend, which is cuDNN on a GPU."""
     for size in (run.sizes.small_call, run.sizes.call):
-        bench = bench_of(size, run.sizes, run.device)
-        backends = list(PLAIN_BACKENDS[run.device].values())
-        calls = {PLAIN: (bench.plain(backends[0]), bench.of("softmax"))}
-        calls |= {f"plain, {each.name.lower()}": (bench.plain(each), bench.of("softmax")) for each in backends[1:]}
-        calls |= {name: (bench.ours(name), bench.of(name)) for name in DEVICE_MECHANISMS}
+        bench = make_bench(run, size)
+        first, *others = PLAIN_BACKENDS[run.device].items()
+        calls = {PLAIN: (bench.plain(first[1]), bench.of("softmax"))}
+        calls |= {f"plain, {name}": (bench.plain(backend), bench.of("softmax")) for name, backend in others}
+        calls |= {name: (bench.ours(name), bench.of(name)) for name in DEVICE_PRESETS}
         forward = {name: without_gradients(call) for name, (call, _) in calls.items()}
-        both = {name: with_backward(call, given, bench.grad_out) for name, (call, given) in calls.items()}
+        both = {name: with_backward(call, inputs, bench.grad_out) for name, (call, inputs) in calls.items()}
         for what, functions in (("forward", forward), ("forward + backward", both)):
-            measured: Measured = dict(median_seconds(functions, run.host_rounds, run.device))
-            yield Case(f"device, {what}, {describe(size)}", "µs", scaled(measured, 1e6))
+            measured: Measured = dict(median_seconds(functions, run.call_rounds, run.device))
+            yield Case(f"device time, {what}, {shape_text(size)}", "µs", scaled(measured, 1e6))
 
 
-def counts(run: Any) -> Iterator[Case]:
-    bench = bench_of(run.sizes.call, run.sizes, run.device)
-    forwards, backwards = {}, {}
-    for name, (call, given) in calls_of(bench).items():
-        out, leaves = call(), list(given.values())
-        forwards[name] = call
-        backwards[name] = lambda out=out, leaves=leaves: torch.autograd.grad(
-            out, leaves, bench.grad_out, retain_graph=True
-        )
-    for what, functions in (("forward", forwards), ("backward", backwards), ("decode step", decode_steps(bench))):
-        for function in functions.values():
-            function()
-        if run.device == "cuda":
-            launches: Measured = {name: float(len(launched(function))) for name, function in functions.items()}
-            yield Case(f"launches, {what}", "launches", launches)
-        calls: Measured = {name: float(python_calls(function)) for name, function in functions.items()}
-        yield Case(f"Python calls, {what}", "calls", calls)
+def counts(run: Run) -> Iterator[Case]:
+    bench = make_bench(run, run.sizes.call)
+    calls = calls_of(bench)
+    forward: dict[str, Function] = {name: call for name, (call, _) in calls.items()}
+    backward = {name: backward_alone(call, inputs, bench.grad_out) for name, (call, inputs) in calls.items()}
+    yield from count_all(run, "forward", forward)
+    yield from count_all(run, "backward", backward)
+    with torch.no_grad():
+        decode = list(count_all(run, "decode step", decode_steps(bench)))
+    yield from decode
+
+
+def backward_alone(forward: Forward, inputs: Inputs, grad_out: Tensor) -> Function:
+    out, leaves = forward(), list(inputs.values())
+    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 
 
 def decode_steps(bench: Bench) -> dict[str, Function]:
-    """One new query for each sequence over the keys of the call, without gradients."""
-    from affine_attention import attention
+    """One new query for each sequence, over the keys of the call."""
 
-    def last(preset: str) -> dict[str, Tensor]:
-        rows = ("query", "alpha", "beta", "gate")
-        return {name: (x[:, :, -1:] if name in rows else x).detach() for name, x in bench.of(preset).items()}
+    def last_query(preset: str) -> dict[str, Any]:
+        by_query = ("query", "alpha", "beta", "gate")
+        return {name: (x[:, :, -1:] if name in by_query else x).detach() for name, x in bench.of(preset).items()}
 
-    query, key, value = last("softmax").values()
-    steps: dict[str, Callable[[], Tensor]] = {PLAIN: lambda: F.scaled_dot_product_attention(query, key, value)}
-    for name, preset in HOST_MECHANISMS.items():
-        given = last(preset)
-        steps[name] = lambda given=given: attention(**given, is_causal=True, nonnegative_alpha=True)
-    return {name: without_gradients(step) for name, step in steps.items()}
+    def ours(inputs: dict[str, Any]) -> Function:
+        return lambda: attention(**inputs, is_causal=True, nonnegative_alpha=True)
+
+    query, key, value = last_query("softmax").values()
+    steps = {name: ours(last_query(preset)) for name, preset in PRESETS.items()}
+    return {PLAIN: lambda: F.scaled_dot_product_attention(query, key, value), **steps}
+
+
+def count_all(run: Run, what: str, functions: dict[str, Function]) -> Iterator[Case]:
+    for function in functions.values():
+        function()  # what the first call plans and compiles does not count
+    if run.device == "cuda":
+        launches: Measured = {name: float(len(launched(function))) for name, function in functions.items()}
+        yield Case(f"launches, {what}", "launches", launches)
+    calls: Measured = {name: float(python_calls(function)) for name, function in functions.items()}
+    yield Case(f"Python calls, {what}", "calls", calls)
 
 
 def python_calls(function: Function) -> int:
-    """Python functions that a call enters. The backward stays on this thread, where they can be counted."""
-    count = 0
+    """Number of Python functions that `function`, itself not counted, calls.
+
+    The backward runs on this thread: the threads of the autograd engine have no profile function.
+    """
+    count = -1
 
     def on_event(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
@@ -133,7 +149,7 @@ def python_calls(function: Function) -> int:
 
 
 def launched(function: Function) -> list[str]:
-    """Names of all kernels, memory sets and copies that a call puts on the GPU."""
+    """Names of all kernels, memory sets and copies that a call launches on the GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -144,8 +160,8 @@ def launched(function: Function) -> list[str]:
     return [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
 
 
-def kernel_names(function: Function, device: str) -> list[str]:
+def kernel_names(function: Function, device: str) -> str:
     if device != "cuda":
-        return []
+        return "runs on the CPU"
     function()
-    return [name[:80] for name in launched(function)]
+    return ", ".join(f"`{name[:80]}`" for name in launched(function))

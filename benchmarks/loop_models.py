@@ -3,94 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.hf import attach, is_attached
 
-PLAIN = "plain"
-LEARNING_RATE = 1e-5  # small: random tokens must not drive the weights to infinity
+from .loop_options import Run
+from .loop_timing import PLAIN, Function
+
+LEARNING_RATE = 1e-5  # small: the labels are random, and the weights must stay finite
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Everything that is smaller in a run that only checks that the benchmark works."""
+def build_model(run: Run, name: str) -> Any:
+    """The model on transformers' own SDPA attention or, with the same weights, with the mechanism of that name.
 
-    model: dict[str, int]
-    dtype: torch.dtype
-    length: int
-    batches: tuple[int, int]  # of the training step that the host limits, and of the one that the GPU limits
-    call: tuple[int, int, int, int]  # B, H, T, D of the call whose host time is measured
-    small_call: tuple[int, int, int, int]
-    prompts: tuple[tuple[int, int], ...]  # batch and prompt length of each generation
-    new_tokens: int
-
-
-SMOL = {
-    "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152,
-}  # fmt: skip
-FULL = Sizes(
-    SMOL, torch.bfloat16, 2048, (8, 32), (2, 16, 1024, 64), (2, 8, 512, 64), prompts=((1, 16), (8, 512)), new_tokens=128
-)
-TINY = Sizes(
-    {name: size for name, size in SMOL.items() if "heads" in name}
-    | {"num_hidden_layers": 2, "hidden_size": 144, "intermediate_size": 96, "vocab_size": 128},
-    torch.float32, 32, (1, 2), (1, 2, 32, 16), (1, 2, 16, 16), prompts=((1, 4), (2, 8)), new_tokens=4,
-)  # fmt: skip
-
-
-def plain_model(sizes: Sizes, device: str) -> Any:
-    """The model on transformers' own SDPA attention, with random weights, in training mode."""
+    Its weights are random, and it is in training mode.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **sizes.model, tie_word_embeddings=True, max_position_embeddings=2 * sizes.length, use_cache=False,
-        bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device=device, dtype=sizes.dtype)
+    settings: dict[str, Any] = {
+        **run.sizes.model, "tie_word_embeddings": True, "max_position_embeddings": 2 * run.sizes.length,
+        "bos_token_id": None, "eos_token_id": None, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    with torch.device(run.device):
+        model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    model = model.to(run.sizes.dtype).train()
     assert model.config._attn_implementation == "sdpa"
-    return model.train()
-
-
-def variant(sizes: Sizes, device: str, name: str) -> Any:
-    """The plain model, or the same weights with a mechanism attached."""
-    model = plain_model(sizes, device)
     return model if name == PLAIN else attach(model, Mechanism.named(name, running_alpha_start=0.5))
 
 
-def compile_layers(model: nn.Module, device: str) -> nn.Module:
-    backend = "inductor" if device == "cuda" else "eager"  # C++ compilation takes a minute and says nothing here
-    for layer in model.model.layers:  # type: ignore[union-attr]
+def compile_layers(model: Any, device: str) -> None:
+    """Compiles each decoder layer by itself, in place. On a CPU dynamo traces, but nothing is compiled to C++."""
+    backend = "inductor" if device == "cuda" else "eager"
+    for layer in model.model.layers:
         layer.compile(dynamic=False, backend=backend)
-    return model
 
 
-def random_tokens(sizes: Sizes, batch: int, length: int, device: str) -> Tensor:
+def random_tokens(run: Run, batch: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(1, sizes.model["vocab_size"], (batch, length), generator=generator).to(device)
+    return torch.randint(1, run.sizes.model["vocab_size"], (batch, length), generator=generator).to(run.device)
 
 
-def make_optimizer(model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, capturable: bool = False) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=capturable)
 
 
 def training_step(
-    model: nn.Module, tokens: Tensor, optimizer: torch.optim.Optimizer, call: Callable[..., Any] | None = None
-) -> Callable[[], None]:
-    """One step as a user writes it. `call` is the compiled forward, if there is one."""
-    forward = call or model
+    model: Any, tokens: Tensor, optimizer: torch.optim.Optimizer, forward: Callable[..., Any] | None = None
+) -> Function:
+    """One step as a user writes it. `forward` stands for the model where it is called through a compiled function."""
+    call = model if forward is None else forward
+    attached = is_attached(model)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        forward(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        call(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
-        if is_attached(model):
+        if attached:
             commit_running_alpha(model)
 
     return step
+
+
+def free_memory(device: str) -> None:
+    """Drops compiled code and cached memory.
+
+    Dynamo compiles a function for a limited number of variants and then runs it in eager mode. It also makes a size
+    dynamic when it sees a second value of it.
+    """
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()

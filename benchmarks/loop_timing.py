@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 Function = Callable[[], object]
-Measured = dict[str, float | str]  # a number, or the first line of the error that the variant raised
+Measured = dict[str, float | str]  # a number, or a text: the first line of the error that the variant raised
+PLAIN = "plain"  # the variant that the ratios are taken to
 WARM_UP = 3  # calls: a function compiled with CUDA graphs compiles, records and replays in its first three
 
 
 @dataclass(frozen=True)
 class Case:
-    """One quantity, measured for several variants in one run. The ratio of a variant is taken to `plain`."""
+    """One quantity, measured for several variants in one run."""
 
     what: str
     unit: str
@@ -24,7 +26,7 @@ class Case:
 
 
 def first_line(error: BaseException) -> str:
-    """The error in one short line that fits into a cell of a table."""
+    """The error as one short line that fits into a cell of a table."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160].replace("|", "/")
 
@@ -36,10 +38,10 @@ def wait(device: str) -> None:
 
 def build(builders: dict[str, Callable[[], Function]]) -> dict[str, Function]:
     """Calls every builder. A variant whose builder raises becomes a function that raises the same error."""
-    return {name: _built(builder) for name, builder in builders.items()}
+    return {name: _build_one(builder) for name, builder in builders.items()}
 
 
-def _built(builder: Callable[[], Function]) -> Function:
+def _build_one(builder: Callable[[], Function]) -> Function:
     try:
         return builder()
     except Exception as error:
@@ -59,27 +61,31 @@ def take_turns(functions: dict[str, Function], rounds: int, seconds: Callable[[F
     errors: dict[str, str] = {}
     times: dict[str, list[float]] = {name: [] for name in functions}
 
-    def attempt(name: str, action: Function) -> None:
+    def attempt(name: str, timed: bool) -> None:
+        if name in errors:
+            return
         try:
-            action()
+            if timed:
+                times[name].append(seconds(functions[name]))
+            else:
+                functions[name]()
         except Exception as error:
+            traceback.print_exc()  # the table has only the first line
             errors[name] = first_line(error)
 
-    for name, function in functions.items():
+    for name in functions:
         for _ in range(WARM_UP):
-            if name not in errors:
-                attempt(name, function)
+            attempt(name, timed=False)
     for _ in range(rounds):
-        for name, function in functions.items():
-            if name not in errors:
-                attempt(name, lambda name=name, function=function: times[name].append(seconds(function)))
+        for name in functions:
+            attempt(name, timed=True)
     return {name: errors[name] if name in errors else statistics.median(times[name]) for name in functions}
 
 
-def host_seconds(device: str, calls: int = 20) -> Callable[[Function], float]:
+def host_seconds(device: str, calls: int) -> Callable[[Function], float]:
     """Time until one call returns to Python, from `calls` back-to-back calls on an idle GPU queue.
 
-    The number of calls is small enough that the launch queue of the GPU does not fill, which would block the host.
+    `calls` must be so small that the launch queue of the GPU does not fill, because a full queue blocks the host.
     """
 
     def seconds(function: Function) -> float:
@@ -92,10 +98,18 @@ def host_seconds(device: str, calls: int = 20) -> Callable[[Function], float]:
     return seconds
 
 
-def wall_seconds(device: str, calls: int) -> Callable[[Function], float]:
-    """Wall-clock time of one call, from `calls` consecutive calls that end when the GPU is idle."""
+def wall_seconds(device: str, calls: int, untimed: int = 0) -> Callable[[Function], float]:
+    """Wall-clock time of one call, from `calls` consecutive calls that end when the GPU is idle.
+
+    With `untimed` calls, the cached memory of the variant before is released and these calls allocate their own first:
+    otherwise the allocator would free and allocate inside of the timed calls where memory is nearly full.
+    """
 
     def seconds(function: Function) -> float:
+        if untimed and device == "cuda":
+            torch.cuda.empty_cache()
+        for _ in range(untimed):
+            function()
         wait(device)
         begin = time.perf_counter()
         for _ in range(calls):

@@ -12,6 +12,8 @@ from .results_file import RESULTS, table
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+LOOP_SHOWN = ("host time", "train", "generate", "commit_running_alpha")
+LOOP_VARIANTS = {"plain": "plain", "softmax": "softmax", "no mechanism": "softmax", "affine": "affine"}
 SHOWN = ("affine", "affine_gated", "sink", "affine, compiled composition", "affine, the paper's formula")
 
 
@@ -19,6 +21,15 @@ def newest(what: str) -> Path | None:
     """The latest result of a kind; dates sort as names."""
     found = sorted(RESULTS.glob(f"{what}*.md"))
     return found[-1] if found else None
+
+
+def newest_day(what: str) -> list[Path]:
+    """All results of a kind that have its latest date, the one with the shortest name first.
+
+    A long benchmark may be run in parts, each of which is written under a longer name.
+    """
+    found = sorted(RESULTS.glob(f"{what}*.md"), key=lambda path: len(path.stem))
+    return [path for path in found if path.stem[-10:] == max(each.stem[-10:] for each in found)]
 
 
 def rows_of(path: Path) -> list[list[str]]:
@@ -50,6 +61,26 @@ def attention_lines(*paths: Path | None) -> list[str]:
     return table(["", *shapes], body)
 
 
+def loop_lines(*paths: Path) -> list[str]:
+    """Plain, softmax and affine side by side, with the ratio of affine to plain, one row for each measured quantity.
+
+    A quantity that several files have is taken from the first.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for path in paths:
+        before = set(cells)
+        for what, variant, measured, unit, ratio, *_ in rows_of(path)[1:]:
+            if what in before or not what.startswith(LOOP_SHOWN) or variant not in LOOP_VARIANTS:
+                continue
+            row = cells.setdefault(what, {})
+            row[LOOP_VARIANTS[variant]] = f"{measured} {unit}" if measured[0].isdigit() else measured
+            if variant == "affine":
+                row["ratio"] = ratio
+    columns = ("plain", "softmax", "affine", "ratio")
+    body = [[what, *(row.get(column, "") for column in columns)] for what, row in cells.items()]
+    return table(["", "plain SDPA", "softmax", "affine", "affine over plain"], body)
+
+
 def memory_line(path: Path) -> str:
     """The memory of affine attention over that of plain attention, smallest and largest of all shapes."""
     header, *rows = rows_of(path)
@@ -69,6 +100,12 @@ def block() -> str:
     lines: list[str] = []
     gpu, cpu = newest("attention_nvidia"), newest("attention_cpu")
     rivals, decode = newest("attention-rivals_nvidia"), newest("decode")
+    loop = newest_day("loop*_nvidia")
+    if loop:
+        lines += ["What a loop sees, host time included, beside plain SDPA in the same run: the host time of one call "
+                  "(bf16, causal), and training, generation and `commit_running_alpha` of a transformers llama of "
+                  "SmolLM2-135M's shape. A ratio above 1 is faster for tokens/s and slower for times:", "",
+                  *loop_lines(*loop), "", " ".join(source(path) for path in loop), ""]  # fmt: skip
     if gpu is not None:
         lines += ["Time of a causal call as a multiple of the best plain SDPA backend (cuDNN) in the same run, bf16, "
                   "forward / forward + backward, for the shapes of the paper's students at 2,048 to 32,768 tokens:", "",

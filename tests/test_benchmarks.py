@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import time
 
+import pytest
 import torch
 
-from benchmarks import accuracy, attention
+from benchmarks import accuracy, attention, loop, readme
+from benchmarks.loop_calls import python_calls
+from benchmarks.loop_timing import Case, build, take_turns, wall_seconds
 from benchmarks.measure import median_seconds, peak_memory
 
 
@@ -52,3 +55,127 @@ def attention_cases():
     from affine_attention.testing import Case
 
     return [Case("affine"), Case("sink", queries=7, keys=7)]
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_loop_benchmark_runs_every_section_on_tiny_sizes(tmp_path, monkeypatch, one_thread):
+    monkeypatch.setenv("AFFINE_RESULTS", str(tmp_path))
+    every = ["--only", *loop.SECTIONS]
+    monkeypatch.setattr(
+        sys, "argv", ["loop", "--device", "cpu", "--quick", "--write", "--mechanisms", "affine", *every]
+    )
+    loop.main()
+    (file,) = tmp_path.glob("*.md")
+    rows = {(row[0], row[1]): row for row in readme.rows_of(file)[1:]}
+    for what in (
+        "host time, forward under no_grad, B1 H2 T32 D16",
+        "host time, forward + backward, B1 H2 T32 D16",
+        "device time, forward, B1 H2 T16 D16",
+        "train, eager, 1 x 32",
+        "train, layers compiled, 1 x 32",
+        "generate, static cache, batch 2, prompt 8",
+    ):
+        assert float(rows[what, "plain"][4]) == 1
+        assert float(rows[what, "affine"][4]) > 0
+    assert float(rows["commit_running_alpha, 2 layers, host time", "affine"][2]) > 0
+    assert int(rows["Python calls, backward", "affine"][2]) > 0
+    assert rows["train, CUDA graph, 1 x 32", "affine"][2] == "needs a CUDA GPU"
+    assert "cumulative time" in (tmp_path / "loop-profile_eager_affine_python.txt").read_text()
+    assert "Self CPU" in (tmp_path / "loop-profile_compiled_affine_operators.txt").read_text()
+
+
+def test_every_target_of_the_loop_benchmark_names_a_measured_row(monkeypatch):
+    """Only names are made here: the sections run on stand-ins for what they measure."""
+    from benchmarks import loop_calls, loop_generate, loop_graph, loop_train
+    from benchmarks.loop_options import FULL, Run
+
+    run = Run("cpu", FULL, ("softmax", "affine"), 1, 1, 1, 1, 1)
+    ones = lambda functions, *_: dict.fromkeys(functions, 1.0)  # noqa: E731
+    small = lambda run, size: attention.Bench(attention.Shape("", 1, 2, 2, 8, 8), "cpu", torch.float32)  # noqa: E731
+    monkeypatch.setattr(loop_calls, "make_bench", small)
+    monkeypatch.setattr(loop_calls, "median_seconds", ones)
+    monkeypatch.setattr(loop_train, "build_model", lambda run, name: None)
+    for module in (loop_calls, loop_generate, loop_train):
+        monkeypatch.setattr(module, "take_turns", ones)
+    for module in (loop_generate, loop_train):
+        monkeypatch.setattr(module, "build", lambda builders: builders)
+    measured = set()
+    for section in (loop_calls.host, loop_calls.device, loop_train.train, loop_train.commit, loop_generate.generate,
+                    loop_graph.graph):  # fmt: skip
+        measured |= {(case.what, name) for case in section(run) for name in case.measured}
+    assert set(loop.TARGETS) <= measured
+
+
+def test_a_variant_that_raises_becomes_a_row_and_the_others_go_on(capsys):
+    def broken():
+        raise RuntimeError("no such kernel\nand much more")
+
+    functions = build({"plain": lambda: lambda: None, "built": broken, "called": lambda: broken})
+    measured = take_turns(functions, 2, wall_seconds("cpu", 1, untimed=1))
+    assert isinstance(measured["plain"], float)
+    assert measured["built"] == measured["called"] == "RuntimeError: no such kernel"
+    assert [row[2:5] for row in loop.rows_of(Case("train", "tokens/s", measured))[1:]] == [
+        ["RuntimeError: no such kernel", "tokens/s", ""]
+    ] * 2
+
+
+def test_python_calls_are_those_of_forward_and_backward():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(1, requires_grad=True)
+    out = Twice.apply(x)
+    assert python_calls(lambda: None) == 0
+    assert python_calls(lambda: (lambda: None)()) == 1
+    plain = 2 * x
+    extra = python_calls(lambda: out.backward(retain_graph=True)) - python_calls(lambda: plain.backward())
+    assert extra >= 1  # the function's own backward
+
+
+def test_the_readme_shows_the_loop_before_the_kernels(tmp_path, monkeypatch):
+    def result(name, date, *rows):
+        header = f"Hardware: NVIDIA H200. Versions: torch 2.11. Date: {date}. Command: `python`."
+        path = tmp_path / f"{name}_nvidia-h200_{date}.md"
+        path.write_text("\n".join([header, "", *attention.table(loop.COLUMNS, list(rows))]))
+        return path
+
+    step = "train, eager, 8 x 2048"
+    result("loop", "2026-01-01", ["train, old", "plain", "1", "tokens/s", "1.000", "", ""])
+    first = result(
+        "loop", "2026-01-02",
+        [step, "plain", "150,000", "tokens/s", "1.000", "", ""],
+        [step, "affine", "147,000", "tokens/s", "0.980", "0.92", "0.98"],
+        ["Python calls, forward", "affine", "9", "calls", "", "", ""],
+        ["commit_running_alpha, 30 layers, wall clock", "affine", "0.19", "ms", "", "0.5 ms", "0.2 ms"],
+    )  # fmt: skip
+    second = result(
+        "loop-parts", "2026-01-02",
+        [step, "plain", "1", "tokens/s", "1.000", "", ""],
+        ["host time, forward", "no mechanism", "50", "µs", "1.250", "", ""],
+        ["train, CUDA graph", "affine", "RuntimeError: no graph", "tokens/s", "", "", ""],
+    )  # fmt: skip
+    assert readme.loop_lines(first, second)[2:] == [
+        "| train, eager, 8 x 2048 | 150,000 tokens/s |  | 147,000 tokens/s | 0.980 |",
+        "| commit_running_alpha, 30 layers, wall clock |  |  | 0.19 ms |  |",
+        "| host time, forward |  | 50 µs |  |  |",
+        "| train, CUDA graph |  |  | RuntimeError: no graph |  |",
+    ]
+    for path in readme.RESULTS.glob("a*_nvidia*.md"):
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    block = readme.block()
+    assert "old" not in block
+    assert 0 < block.index("147,000 tokens/s") < block.index("qwen0.5b-2k")
