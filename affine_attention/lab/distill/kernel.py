@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.fused import device_of
+from ...ops.fused import current_device
 from .chunks import Terms
 
 BLOCK, WARPS = 1024, 8  # measured on an H200

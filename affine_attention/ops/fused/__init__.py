@@ -1,17 +1,14 @@
-"""Triton kernels of the operator; Triton is imported on first use.
+"""Kernels of the operator, by family, and the plan that chooses among them; Triton is imported on first use.
 
-What decides whether they can run is asked once here, in forms that a compiled graph can take as constants.
+This file holds what decides whether they can run, in forms that a compiled graph takes as constants.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
-import inspect
 import os
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -30,24 +27,14 @@ def capability(device_index: int) -> int:
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a tensor the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+_SAME_DEVICE = contextlib.nullcontext()
 
 
-def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function launch on the device of its first tensor: Triton takes the current one, which may be another."""
-
-    @functools.wraps(launch)
-    def call(first: torch.Tensor, *rest: Any) -> Any:
-        with device_of(first):
-            return launch(first, *rest)
-
-    # torch.library reads the signature, and would look names up in this module instead of the function's own.
-    hints, signature = get_type_hints(launch), inspect.signature(launch)
-    parameters = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values()]
-    call.__signature__ = signature.replace(parameters=parameters, return_annotation=hints["return"])  # type: ignore[attr-defined]
-    return call
+def current_device(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Makes a GPU the current one; costs nothing where it already is. -1 is the CPU."""
+    if device < 0 or torch._C._cuda_getDevice() == device:
+        return _SAME_DEVICE
+    return torch.cuda.device(device)
 
 
 def capability_of(x: torch.Tensor) -> int:

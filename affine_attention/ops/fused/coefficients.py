@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import device_of
-from .relaunch import relaunch
+from . import current_device
+from .shared.launch import launch_kernel
 
 ACTIVATIONS = ("linear_clipping", "sigmoid")
 TILE = 2048  # scores per program
@@ -137,11 +137,8 @@ def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numb
     Without fp fusion: a fused multiply-add would put 0.1 * -5 + 0.5 below 0, where its gradient is 0 and PyTorch's 1.
     """
     first: Any = tensors[0]
-    if first.is_cuda and first.get_device() != torch.cuda.current_device():
-        with device_of(first):
-            relaunch(kernel, (programs,), tensors, numbers, num_warps=NUM_WARPS, enable_fp_fusion=False)
-    else:
-        relaunch(kernel, (programs,), tensors, numbers, num_warps=NUM_WARPS, enable_fp_fusion=False)
+    with current_device(first.get_device()):
+        launch_kernel(kernel, (programs,), tensors, numbers, num_warps=NUM_WARPS, enable_fp_fusion=False)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ whose bodies look the plan up by its key and run it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..call import AttentionCall, Rows
 from ..visibility import Visibility
+from . import current_device
 from .plan import Plan, Route, choose_route, inputs_of
 
 MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
@@ -71,22 +71,6 @@ class _Attention(torch.autograd.Function):
         with current_device(plan.device):
             grads = plan.run_backward(grad_out, core, lse, state, inputs, needs[6])
         return None, *(grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)), None, None, None
-
-
-@contextlib.contextmanager
-def _switched(device: int):
-    with torch.cuda.device(device):
-        yield
-
-
-_SAME_DEVICE = contextlib.nullcontext()
-
-
-def current_device(device: int) -> contextlib.AbstractContextManager[Any]:
-    """Makes a GPU the current one; costs nothing where it is. -1 is the CPU."""
-    if device < 0 or torch._C._cuda_getDevice() == device:
-        return _SAME_DEVICE
-    return _switched(device)
 
 
 _INPUTS = (
@@ -147,14 +131,15 @@ def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *ar
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *settings, needs_gradient = arguments[10:]
     call = _call(arguments[:10], *settings)
-    query, nothing = call.query, call.query.new_empty(0)
+    query = call.query
     if not needs_gradient:
-        return torch.empty_like(query), nothing, nothing, nothing
+        return torch.empty_like(query), query.new_empty(0), query.new_empty(0), query.new_empty(0)
     route = choose_route(call, True)
-    out, lse = torch.empty_like(query), nothing
     if route.forward == "cudnn":
         out, lse = _fake_cudnn(call)
-    core = torch.empty_like(out) if route.saves == "softmax output" else nothing
+    else:
+        out, lse = torch.empty_like(query), query.new_empty(0)
+    core = torch.empty_like(out) if route.saves == "softmax output" else query.new_empty(0)
     return out, core, lse, query.new_empty(_state_length(call, route), dtype=torch.float32)
 
 

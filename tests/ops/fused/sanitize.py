@@ -173,7 +173,9 @@ def main() -> None:
     first, step = map(int, options.part.split("/"))
     ran = decoded = 0
     for number, case in enumerate(cases()[first::step]):
-        planning.LARGE = 0 if number % 2 else LARGE  # every second one as if it were large: other kernels, a side stream
+        planning.LARGE = (
+            0 if number % 2 else LARGE
+        )  # every second one as if it were large: other kernels, a side stream
         forget_plans()
         if options.check:
             worst = max(error_ratios(case, "fused").values(), default=0.0)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...call import AttentionCall, CallSpec, Rows, TensorSpec
 from ...visibility import Visibility
-from ..op import MAX_PLANS, current_device
+from .. import current_device
+from ..op import MAX_PLANS
 from .attention import Decode
 
 _plans: dict[tuple[Any, ...], Decode] = {}

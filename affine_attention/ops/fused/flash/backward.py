@@ -332,9 +332,7 @@ class FlashBackward:
         parts = None
         if sink is not None:
             parts = torch.empty(*core.shape[:2], self.num_blocks, dtype=torch.float32, device=core.device)
-        values = self.launches.values(
-            (grad_out, core, *inputs, *grads, grad_gate, parts), state, self.workspace.new()
-        )
+        values = self.launches.values((grad_out, core, *inputs, *grads, grad_gate, parts), state, self.workspace.new())
         self.launches.run("backward", values, self.device)
         grad_sink = None if parts is None or sink is None else parts.sum((0, 2)).to(sink.dtype)
         return *grads, grad_sink, grad_gate

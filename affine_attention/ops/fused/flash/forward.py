@@ -192,9 +192,7 @@ class FlashForward:
         return out, core, None, state
 
 
-def flash_state(
-    call: CallSpec, sizes: dict[str, Config] | None
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What the forward leaves for the backward: lse [B, H, T], and the table of the sums of v over its tiles."""
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"lse": (call.query.shape[:3], torch.float32)}
     if call.rows.beta is not None:

@@ -253,7 +253,9 @@ def _multiply(
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, sum_layout))
             later = gl.load(table + num_later * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
         else:
-            row_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (BLOCK_D // 4), BLOCK_D // 4], [WARPS, 1], [1, 0])
+            row_layout: gl.constexpr = gl.BlockedLayout(
+                [1, 4], [32 // (BLOCK_D // 4), BLOCK_D // 4], [WARPS, 1], [1, 0]
+            )
             rows = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, row_layout))
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, row_layout))
             sums = gl.zeros([SUM_ROWS, BLOCK_D], gl.float32, row_layout)

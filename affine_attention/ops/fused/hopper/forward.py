@@ -92,9 +92,7 @@ def slot_of(x: TensorSpec | None, index: int) -> Slot | None:
     return None if x is None else Slot(index)
 
 
-def state_arrays(
-    call: CallSpec, with_lse: bool, with_marks: bool
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def state_arrays(call: CallSpec, with_lse: bool, with_marks: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """What a forward leaves in its state: lse [B, H, T], the table of the sums of v, the marks [B, H, T]."""
     shape = call.query.shape[:3]
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -25,6 +25,7 @@ from .. import INTERPRETED
 from .workspace import Workspace
 
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses at multiples of 16, and TMA requires them
+MAX_SINGLE_LAUNCHES = 4096  # kinds of launches outside of plans that are kept
 MAX_DESCRIPTORS = 4096  # encoded descriptors of one argument that are kept; one has 176 bytes
 _MAX_ARGUMENT_BYTES = 4096  # CUDA's limit on the parameters of a kernel on every GPU so far
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
@@ -140,6 +141,28 @@ class LaunchSet:
         for launch in launches:
             launch.by_triton(values)
         self._is_bound = all(launch.bound is not None for each in self.groups.values() for launch in each)
+
+
+_single_launches: dict[tuple[Any, ...], LaunchSet] = {}
+
+
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], **options: Any
+) -> None:
+    """kernel[grid](*tensors, *numbers, **options) on the device of the tensors, which must be the current one.
+
+    For a kernel that is launched outside of a plan: the launch is found by everything that its variant depends on.
+    """
+    device = next(x.get_device() for x in tensors if x is not None)
+    kinds = [None if x is None else (x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors]
+    key = (id(kernel), grid, numbers, device, *kinds, *options.items())
+    found = _single_launches.get(key)
+    if found is None:
+        if len(_single_launches) >= MAX_SINGLE_LAUNCHES:
+            _single_launches.clear()
+        launch = Launch(kernel, grid, (*map(Slot, range(len(tensors))), *numbers), **options)
+        found = _single_launches[key] = LaunchSet({"single": [launch]})
+    found.run("single", found.values(tensors), device)
 
 
 class _Bound(NamedTuple):

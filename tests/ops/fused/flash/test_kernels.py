@@ -48,6 +48,7 @@ def by_operator(*, visibility, softmax_scale, **inputs):
         seen.window, softmax_scale, False, True,
     )[0]  # fmt: skip
 
+
 # name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, Gate
 CASES = {
     "causal": ((2, 4, 2, 70, 70, 20), {"is_causal": True}, "absg"),

@@ -98,7 +98,7 @@ def test_on_a_gpu_what_is_found_is_saved_and_used(monkeypatch, tmp_path):
 
 
 def test_candidates_hold_every_size_that_ships():
-    for table, wanted in ((configs.HOPPER, (2,)), (configs.UNIVERSAL, (2, 4))):
+    for table, wanted in ((tile_sizes.HOPPER, (2,)), (tile_sizes.UNIVERSAL, (2, 4))):
         for (kernel, itemsize, _), config in table.items():
             if itemsize in wanted and config.block_m * config.block_n >= 32 * 32 and config.num_warps == 4:
                 assert config in tune.candidates(kernel, itemsize), (kernel, config)
