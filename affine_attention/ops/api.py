@@ -1,7 +1,7 @@
 """The operator: finds the plan of a call and runs it. The only dispatch in the project.
 
-What serves a call depends on shapes, strides, dtypes, devices, flags and on whether a gradient is needed, not on values.
-So a call is validated and its route is chosen when its signature is first seen; later calls find the runner by the
+What serves a call depends on shapes, strides, dtypes, devices, flags and on whether a gradient is needed, not on
+values. So a call is validated and routed when its signature is first seen; later calls find the runner by their
 signature. `explain` describes the same route.
 """
 
@@ -81,7 +81,7 @@ def attention(
         softmax_scale: 1/sqrt(D) when None.
         nonnegative_alpha: a promise that alpha >= 0 (a sigmoid or linear clipping keeps it), with which the backward
             on a GPU saves time and a tensor. A negative alpha then gives NaN gradients.
-        impl: "auto", "fused", "composed" or "reference". An implementation that is named either runs or raises; it never falls back.
+        impl: "auto", "fused", "composed" or "reference". A named implementation runs or raises; it never falls back.
 
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
@@ -183,12 +183,12 @@ def _signature(tensors: tuple[Any, ...], segment_ids: Any, settings: tuple[Any, 
     """
     if torch.compiler.is_compiling():
         return None
-    is_causal, window, softmax_scale, nonnegative_alpha, _ = settings
+    is_causal, window, softmax_scale = settings[:3]
     if type(is_causal) is not bool or type(window) not in _INTEGER or type(softmax_scale) not in _NUMBER:
         return None
     if segment_ids is not None:
         tensors = (*tensors, *segment_ids) if type(segment_ids) is tuple else (*tensors, segment_ids)
-    kinds = []
+    kinds: list[Any] = []
     needs_gradient = False
     for x in tensors:
         if x is None:
@@ -257,8 +257,8 @@ def _runner_of(call: AttentionCall, impl: str) -> Runner:
 def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) -> Runner:
     """The runner of a fused route; Triton is imported here."""
     if route.forward == "sdpa":
-        plain = (call.visibility.is_causal, call.softmax_scale)
-        return lambda tensors, _: _plain_attention(*tensors[:3], *plain)
+        is_causal, scale = call.visibility.is_causal, call.softmax_scale
+        return lambda tensors, _: _plain_attention(tensors[0], tensors[1], tensors[2], is_causal, scale)
     if route.forward == "decode":
         from .fused.decode.op import decode
 

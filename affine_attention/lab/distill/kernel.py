@@ -127,7 +127,7 @@ def fused_rows(
     assert student_CV.stride(1) == teacher.stride(1) == 1
     if not rows:
         return
-    with device_of(student_CV):
+    with current_device(student_CV.get_device()):
         rows_kernel[(rows,)](
             student_CV, teacher, labels_C, kd_C, ce_C, vocabulary, student_CV.stride(0), teacher.stride(0),
             float(terms.kd_weight), float(terms.ce_weight), float(terms.temperature), softcap or 1.0,

@@ -61,16 +61,24 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        if grad_out is None:
-            return (None,) * len(needs)
-        *inputs, core, lse, state = ctx.saved_tensors
-        plan = ctx.plan
-        with current_device(plan.device):
-            grads = plan.run_backward(grad_out, core, lse, state, inputs, needs[6])
-        return None, *(grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)), None, None, None
+        # Gradients are enabled here only for a second derivative, which once_differentiable refuses; its work costs
+        # the host as much as a launch.
+        return (_second_derivative if torch.is_grad_enabled() else _gradients)(ctx, grad_out)
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    if grad_out is None:
+        return (None,) * len(needs)
+    *inputs, core, lse, state = ctx.saved_tensors
+    plan = ctx.plan
+    with current_device(plan.device):
+        grads = plan.run_backward(grad_out, core, lse, state, inputs, needs[6])
+    return None, *(grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)), None, None, None
+
+
+_second_derivative = once_differentiable(_gradients)
 
 
 _INPUTS = (
@@ -97,7 +105,9 @@ def traced_attention(call: AttentionCall, needs_gradient: bool) -> Tensor:
 
 def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, nonnegative_alpha) -> AttentionCall:
     query, key, value, alpha, beta, sink, gate, query_segments, key_segments, key_mask = inputs
-    assert query is not None and key is not None and value is not None
+    assert query is not None
+    assert key is not None
+    assert value is not None
     seen = Visibility(
         query.shape[0], query.shape[2], key.shape[2], query.device, is_causal, window, query_segments, key_segments,
         key_mask,
@@ -149,7 +159,7 @@ def _fake_cudnn(call: AttentionCall) -> tuple[Tensor, Tensor]:
     )[:2]
 
 
-def _state_length(call: AttentionCall, route: Route) -> int:
+def _state_length(call: Any, route: Route) -> int:
     """The length of the state that the forward of a route returns."""
     from .flash.forward import flash_state
     from .hopper.forward import state_arrays
@@ -165,8 +175,11 @@ def _state_length(call: AttentionCall, route: Route) -> int:
 
 def _fake_backward(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
     wants_sink = arguments[-1]
-    given = [x for n, x in enumerate(arguments[:7]) if x is not None and (n != 5 or wants_sink)]
-    return [torch.empty_like(x) for x in given]
+    return [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if n in (3, 4) else torch.empty_like(x)
+        for n, x in enumerate(arguments[:7])
+        if x is not None and (n != 5 or wants_sink)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

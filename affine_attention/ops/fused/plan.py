@@ -301,7 +301,7 @@ _DENSE = (0, 1, 2, 6)  # query, key, value and gate, whose rows are read by TMA 
 
 
 def inputs_of(call: AttentionCall) -> list[Tensor | None]:
-    """The tensors of a call in the order of the kernels' slots: query to gate, segments of queries and keys, key mask."""
+    """The tensors of a call in the order of the slots: query to gate, segments of queries and keys, key mask."""
     seen = call.visibility
     sink = call.rows.sink
     rows = call.rows if sink is None else call.rows._replace(sink=sink.contiguous())
@@ -312,7 +312,9 @@ def inputs_of(call: AttentionCall) -> list[Tensor | None]:
 
 def _call_of(inputs: list[Tensor | None], call: AttentionCall) -> AttentionCall:
     query, key, value, *rows = inputs[:7]
-    assert query is not None and key is not None and value is not None
+    assert query is not None
+    assert key is not None
+    assert value is not None
     return call._replace(query=query, key=key, value=value, rows=type(call.rows)(*rows))
 
 

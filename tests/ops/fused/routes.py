@@ -1,7 +1,7 @@
 """Runs a call through a route that the test names, on a GPU or in Triton's interpreter.
 
-The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel runs in the place of cuDNN's, and the formulas at
-the head of hopper/backward_kernels.py, in plain PyTorch, in the place of that kernel.
+The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel replaces cuDNN's, and the formulas at the head of
+hopper/backward_kernels.py, in plain PyTorch, replace that kernel.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ def by_route(forward: str, backward: str, *, large: bool = False):
 
     def run(**given):
         call = AttentionCall.of(**given)
-        plan = Plan(call, make_route(forward, backward, call, large=large))
-        return run_plan(plan, inputs_of(call), call.needs_gradient)
+        route = make_route(forward, backward, call, large=large)
+        kind = (route, call.softmax_scale, call.nonnegative_alpha, call.visibility.is_causal, call.visibility.window,
+                *((None if x is None else (x.shape, x.stride(), x.dtype)) for x in inputs_of(call)))  # fmt: skip
+        if kind not in plans:
+            plans[kind] = Plan(call, route)
+        return run_plan(plans[kind], inputs_of(call), call.needs_gradient)
 
+    plans: dict[object, Plan] = {}
     return run
 
 

@@ -70,8 +70,8 @@ def decode(case: Case) -> None:
 def show_unseen_writes() -> None:
     """Makes initcheck count as written what is written: it sees neither how cuDNN writes its results nor TMA.
 
-    Copies replace cuDNN's results. The tool then reports the kernel that copies, which is named after cuDNN, and cuDNN's
-    own reads; a report in another kernel is an error. The gradients that TMA writes start as NaN;
+    Copies replace cuDNN's results. The tool then reports the kernel that copies, which is named after cuDNN, and reads
+    of cuDNN's own kernels; a report in another kernel is an error. The gradients that TMA writes start as NaN;
     hopper/test_backward.py checks that all of each is overwritten.
     """
     from affine_attention.ops.fused.cudnn import backward as cudnn_backward

@@ -69,7 +69,9 @@ class CudnnBackward:
         self, grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor | None, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         query, key, value, alpha, beta, sink, gate = inputs
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
             return *attend_backward(grad_out, query, key, value, core, lse, causal, scale), None, None, None, None
@@ -131,7 +133,7 @@ class CudnnBackward:
         )  # fmt: skip
 
     def _add_later(self, grad_out: Tensor, grad_value: Tensor) -> Launch:
-        """Adds the beta term to dV in place, from the sum of beta E over a group's heads, or from dOut, beta and gate."""
+        """Adds the beta term to dV in place: from the sum of beta E over a group, or from dOut, beta and gate."""
         query, (_, beta, _, gate) = self.call.query, self.call.rows
         is_weighted = self.weighted_dtype is not None
         rows = query.shape[2] * query.shape[3]

@@ -42,7 +42,9 @@ class CudnnForward:
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """`inputs` are query, key, value, alpha, beta, sink and gate."""
         query, key, value, alpha, beta, sink, gate = inputs
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
             core, lse = attend(query, key, value, causal, scale)

@@ -1,4 +1,4 @@
-"""Turns cuDNN's plain attention into the whole equation: the memory-bound Triton kernels after its forward and backward.
+"""Turns cuDNN's plain attention into the whole equation: memory-bound kernels after its forward and its backward.
 
 F6 and F7 after the forward, from the pair (O, lse) that cuDNN returns; the rest of B4 after the backward. Every
 [B, H, T, D] tensor is read and written once. Sums and row quantities are fp32; no atomics.

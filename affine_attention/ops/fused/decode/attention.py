@@ -40,7 +40,7 @@ class Decode:
     def __init__(
         self, call: CallSpec, lengths: TensorSpec | None = None, block_table: TensorSpec | None = None
     ):  # fmt: skip
-        query, key, value, (alpha, beta, sink, gate) = call[:4]
+        query, key, value, (alpha, beta, _, gate) = call[:4]
         visibility = call.visibility
         batch, heads, num_queries, dim = query.shape
         self.device = query.get_device()

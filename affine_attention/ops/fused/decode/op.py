@@ -32,7 +32,7 @@ def decode(call: AttentionCall, lengths: Tensor | None = None, block_table: Tens
     if call.needs_gradient:
         raise ValueError("decode has no gradient, and an input requires one; call it under torch.no_grad()")
     seen = call.visibility
-    arguments = (
+    arguments: Any = (
         *call.tensors, seen.key_mask, lengths, block_table, seen.is_causal, seen.window, seen.num_keys,
         call.softmax_scale,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The backward for every visibility that is a range of keys, in Triton: row gradients, then dQ, then dK and dV.
 
-Three kernels: B2, B5 and B6 for the rows; dQ of B3; dK of B3 with B4. No division by alpha, and no atomics: every program
-owns what it writes, so results are deterministic.
+Three kernels: B2, B5 and B6 for the rows; dQ of B3; dK of B3 with B4. No division by alpha and no atomics: every
+program owns what it writes, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -327,7 +327,8 @@ class FlashBackward:
     ) -> tuple[Tensor | None, ...]:
         """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
         sink, gate = inputs[5], inputs[6]
-        grads = [None if x is None else torch.empty_like(x) for x in inputs[:5]]
+        grads: list[Tensor | None] = [torch.empty_like(x) for x in inputs[:3]]  # type: ignore[arg-type]
+        grads += [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[3:5]]
         grad_gate = None if gate is None else torch.empty_like(gate)
         parts = None
         if sink is not None:
@@ -364,6 +365,7 @@ class FlashBackward:
         query, key, value, (alpha, beta, sink, gate) = self.call[:4]
         batch, heads, _, dim = query.shape
         rows = self.rows
+        row_strides = (heads * query.shape[2], query.shape[2], 1)
         # Heads along the first axis of the grid: the others end at 65535.
         return Launch(
             _row_kernel, (batch * heads, self.num_blocks),
@@ -372,7 +374,8 @@ class FlashBackward:
                 Slot(VALUE, tile_descriptor(value, rows.block_n)),
                 None if gate is None else Slot(GATE, tile_descriptor(gate, rows.block_m)),
                 *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK), lse,
-                table, ranges, delta, *_with_strides(alpha, DALPHA, fresh=True), *_with_strides(beta, DBETA, fresh=True),
+                table, ranges, delta, None if alpha is None else Slot(DALPHA), row_strides,
+                None if beta is None else Slot(DBETA), row_strides,
                 None if sink is None else Slot(SINK_PARTS), *_with_strides(gate, DGATE, fresh=True),
                 self.scaled, self._e(grad_out).stride(), self.rule, heads, key.shape[1],
                 rows.block_m, rows.block_n, dim, padded(dim), PRECISION,
@@ -383,13 +386,13 @@ class FlashBackward:
     def _query_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: RangeArrays, config: Config) -> Launch:
         query, key, value, (alpha, _, _, _) = self.call[:4]
         batch, heads, num_queries, dim = query.shape
-        e = self._e(grad_out)
+        tile = tile_descriptor(self._e(grad_out), config.block_m)
         scale = self.call.softmax_scale
         return Launch(
             _query_grad_kernel, (-(-num_queries // config.block_m) * batch * heads,),
             (
                 Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
-                Slot(VALUE, tile_descriptor(value, config.block_n)), self.scaled._replace(descriptor=tile_descriptor(e, config.block_m)),
+                Slot(VALUE, tile_descriptor(value, config.block_n)), Slot(self.scaled.index, tile),
                 *_with_strides(alpha, ALPHA), lse, delta, ranges.add(config, "query"),
                 *_with_strides(query, DQ, fresh=True), self.rule, scale, scale * LOG2E.value, heads, key.shape[1],
                 batch * heads, query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
@@ -401,13 +404,13 @@ class FlashBackward:
         query, key, value, (alpha, beta, _, _) = self.call[:4]
         batch, heads, _, dim = query.shape
         kv_heads, num_keys = key.shape[1:3]
-        e = self._e(grad_out)
+        tile = tile_descriptor(self._e(grad_out), config.block_m)
         scale = self.call.softmax_scale
         return Launch(
             _key_grad_kernel, (-(-num_keys // config.block_n) * batch * kv_heads,),
             (
                 Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
-                Slot(VALUE, tile_descriptor(value, config.block_n)), self.scaled._replace(descriptor=tile_descriptor(e, config.block_m)),
+                Slot(VALUE, tile_descriptor(value, config.block_n)), Slot(self.scaled.index, tile),
                 *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), lse, delta, ranges.add(config, "key"),
                 *_with_strides(key, DK, fresh=True), *_with_strides(value, DV, fresh=True), self.rule,
                 scale, scale * LOG2E.value, heads, kv_heads, batch * kv_heads, key_section(query, key),

@@ -135,7 +135,7 @@ def _forward_kernel(
 
 
 class FlashForward:
-    """(out, softmax output or None, None, state) of one kind of call. The state holds lse in log2 and the table of sums.
+    """(out, softmax output or None, None, state) of one kind of call. The state holds lse in log2 and the sums of v.
 
     Args:
         call: the first call of the kind, with addressable tensors; its shapes, strides and dtypes hold for all.

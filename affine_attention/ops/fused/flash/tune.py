@@ -219,7 +219,8 @@ class _Bench:
             self.prepared[key] = forward, FlashBackward(call, grad, grad, forward.state, sizes)
         forward, backward = self.prepared[key]
         out, core, _, state = forward(*inputs)
-        assert core is not None and state is not None
+        assert core is not None
+        assert state is not None
         if kernel in ("forward", "causal"):
             return [out, forward.state.views(state)[0]]
         return [x for x in backward(self.grad, core, state, *inputs) if x is not None]

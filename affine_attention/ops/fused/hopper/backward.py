@@ -88,7 +88,7 @@ class HopperBackward:
         sink = sink if wants_sink else None
         self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
         self.state, self.wants_sink = state, sink is not None
-        batch, heads, length, dim = query.shape
+        _, heads, length, dim = query.shape
         self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
         self.blocks = -(-length // self.block)
         self.sizes = NARROW if dim <= 64 else WIDE
@@ -119,7 +119,9 @@ class HopperBackward:
         self, grad_out: Tensor, core: Tensor, lse: Tensor | None, state: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         query, key, value, alpha, beta, sink, gate = inputs
-        assert query is not None and key is not None and value is not None
+        assert query is not None
+        assert key is not None
+        assert value is not None
         grads = [new_gradient(x) for x in (query, key, value)]
         grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
         grad_beta = None if beta is None else torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
@@ -240,9 +242,9 @@ class HopperBackward:
                     Slot(QUERY, describe(query, sizes.block_m)), Slot(KEY, describe(key, sizes.block_n)),
                     Slot(VALUE, describe(value, sizes.block_n)),
                     Slot(GRAD_CORE if self.makes_grad_core else GRAD, describe(inner, sizes.block_m)),
-                    slots["row_numbers"]._replace(descriptor=rows),
+                    Slot(slots["row_numbers"].index, rows),
                     Slot(DK, describe(fresh(key), sizes.block_n)), Slot(DV, describe(fresh(value), sizes.block_n)),
-                    slots["dq_sums"]._replace(descriptor=sums), slots.get("later"),
+                    Slot(slots["dq_sums"].index, sums), slots.get("later"),
                     scale, scale * LOG2E.value, length, 0 if beta is None else self.blocks, first, heads, self.groups,
                     here, min(section, here), sizes.block_m, sizes.block_n, dim, self.block_d, self.block,
                     sizes.num_stages, value_sums.is_scanned(self.blocks + 1),

@@ -1,7 +1,7 @@
 """Turns the gradient of a causal call's output into those of query, key and value in one kernel, on Hopper, in Gluon.
 
-One CTA owns BLOCK_N keys of one key-value head and visits every later tile of BLOCK_M queries, of each query head of its
-group, with five MMAs. With E the gradient (gate and sign of alpha inside), P' = |alpha| P and delta = E . O (B7):
+One CTA owns BLOCK_N keys of one key-value head and visits every later tile of BLOCK_M queries of each query head of
+its group, with five MMAs. With E the gradient (gate and sign of alpha inside), P' = |alpha| P and delta = E . O (B7):
 
 S = K Q^T - lse'/softmax_scale     P' = exp2(S * scale_log2)     lse' = lse - log|alpha|
 dV += (P' + beta) E                dP = V E^T - delta            dS = P' dP
@@ -12,8 +12,8 @@ quantities lse' and delta are the initial values of accumulators, so no register
 keys: for later blocks its term is a sum over a table (B4), inside the CTA's own block a small MMA.
 
 Warps are specialised: one loads tiles by TMA, one adds finished tiles of dQ to global memory in fp32 by TMA, eight run
-the MMAs. They synchronise through mbarriers. The order of the additions is not fixed: deterministic calls take the flash
-kernels.
+the MMAs. They synchronise through mbarriers. The order of the additions is not fixed: deterministic calls take the
+flash kernels.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def thread_order(BLOCK_M, BLOCK_D):
 
 @gluon.jit
 def in_thread_order(tile, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    """A tile of dQ as the MMA leaves it, flat in the order of its threads: a relabelling of registers, no data movement.
+    """A tile of dQ as the MMA leaves it, flat in the order of its threads: registers are relabelled, no data moves.
 
     A row is 16 a warp, 8 a half, thread // 4; a column is 16 a chunk, 8 a half, 2 (thread % 4), and one of a pair.
     """
@@ -91,7 +91,7 @@ def _load_tiles(
     batch, kv_head, block, num_heads, group, diagonal, span,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the block's keys and values, then tiles of queries, gradients and row numbers into free stages."""
+    """One warp: loads the block's keys and values, then tiles of queries, gradients and row numbers."""
     own = full.index(STAGES)
     mbarrier.expect(own, 2 * k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block * BLOCK_N, 0], own, k_smem.index(0))

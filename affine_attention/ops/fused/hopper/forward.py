@@ -22,7 +22,7 @@ from .forward_kernels import causal_kernel
 # Measured on an H200. Up to head dim 64: three CTAs per SM, so that one CTA's softmax overlaps the MMAs of the others.
 NARROW, WIDE = Config(64, 128, 4, 2, 168), Config(64, 64, 4, 3)
 INTERPRETER = Config(64, 128, 4, 1)
-MAX_HEAD_DIM = 128
+FEW_CTAS = 264  # two per SM of an H200
 (QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, OUT, CORE) = range(9)
 
 
@@ -52,14 +52,16 @@ class HopperForward:
         out_strides = query.fresh_strides
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
         scanned = value_sums.is_scanned(table_length)
-        early = beta is not None and query.is_cuda
+        rows, wide = sizes.block_m, sizes.block_n
+        # Few CTAs: the MMAs of the sums cost less than a launch.
+        sums_here = beta is not None and not scanned and -(-length // rows) * batch * heads <= FEW_CTAS
+        early = beta is not None and not sums_here and query.is_cuda
         launches: list[Launch] = []
-        if beta is not None:
+        if beta is not None and not sums_here:
             assert isinstance(table, Slot)
             launches += value_sums.sum_launches(
                 value.shape, value.stride(), Slot(VALUE), table, scans=scanned, early=early
             )
-        rows, wide = sizes.block_m, sizes.block_n
         launches.append(Launch(
             causal_kernel, (-(-length // rows) * batch * heads,),
             (
@@ -71,9 +73,10 @@ class HopperForward:
                 Slot(CORE) if keeps_core else None, lse, marks,
                 None if alpha is None else alpha.stride(), None if beta is None else beta.stride(), out_strides,
                 length, table_length, call.softmax_scale * LOG2E.value, heads, key.shape[1], batch * heads,
-                query_section(query, key), rows, wide, block_of(dim), dim, padded(dim), shift, scanned, early,
+                query_section(query, key), rows, wide, block_of(dim), dim, padded(dim), shift, scanned,
+                sums_here, early,
             ),
-            **sizes.options, **({"launch_pdl": True} if early else {}),
+            **(sizes._replace(maxnreg=None) if sums_here else sizes).options, **({"launch_pdl": True} if early else {}),
         ))  # fmt: skip
         self.launches = LaunchSet({"forward": launches}, self.state)
 

@@ -28,18 +28,36 @@ def _attend_tile(output, row_max, row_sum, scores, v, scale_log2):
     return output, new_max, row_sum
 
 
+@triton.jit
+def _write_block_sums(
+    table, v, member, block, table_length, cols,
+    BLOCK_M: tl.constexpr, TABLE_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums of the blocks of one tile of v, for the backward: row n + 1 of the table is the sum of block n.
+
+    The heads of a group have the same values; the first one writes. Rows beyond the table's end hold no keys.
+    """
+    PARTS: tl.constexpr = BLOCK_M // TABLE_BLOCK
+    sums = tl.sum(tl.reshape(v, PARTS, TABLE_BLOCK, BLOCK_D).to(tl.float32), 1)
+    rows = block * PARTS + 1 + tl.arange(0, PARTS)
+    inside = (rows < table_length)[:, None] & (cols < HEAD_DIM)[None, :] & (member == 0)
+    tl.store(table + rows[:, None] * HEAD_DIM + cols[None, :], sums, mask=inside)
+    tl.store(table + cols, tl.zeros([BLOCK_D], tl.float32), mask=(cols < HEAD_DIM) & (member == 0) & (block == 0))
+
+
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def causal_kernel(
     q_desc, wide_k_desc, wide_v_desc, k_desc, v_desc, gate_desc, alpha, beta, sink, table, out, softmax_out, lse, marks,
     alpha_strides, beta_strides, out_strides, length, table_length, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, WIDE: tl.constexpr, TABLE_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    SHIFT: tl.constexpr, SCANNED: tl.constexpr, EARLY: tl.constexpr,
+    SHIFT: tl.constexpr, SCANNED: tl.constexpr, SUMS_HERE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """F1 to F7. One program owns BLOCK_M queries of one head; writes out, O, and lse (with SHIFT lse - log(alpha), B7).
 
     `softmax_out` is None where O is `out` or is not kept; it has the strides of `out`. `marks` [B, H, T], where not
-    None, receives 1 for the rows of out in which O is lost to cancellation. fp32 sums.
+    None, receives 1 for the rows of out in which O is lost to cancellation. SUMS_HERE: the values are summed in the
+    loop, by an MMA with ones, and the sums of the block's own values are written to the table. fp32 sums.
     """
     block, batch_head = scheduled_block(tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True)
     batch = (batch_head // num_heads).to(tl.int64)
@@ -50,29 +68,44 @@ def causal_kernel(
 
     row_max, row_sum = start_softmax(sink, head, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if SUMS_HERE:
+        before_rows = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     wide_tiles = block * BLOCK_M // WIDE
     for tile in tl.range(0, wide_tiles):
         k = load_tile(wide_k_desc, batch, kv_head, tile * WIDE, WIDE, BLOCK_D)
         scores = tl.dot(q, k.T, input_precision="ieee")
         v = load_tile(wide_v_desc, batch, kv_head, tile * WIDE, WIDE, BLOCK_D)
+        if SUMS_HERE:
+            before_rows = tl.dot(tl.full([BLOCK_M, WIDE], 1.0, v.dtype), v, before_rows, input_precision="ieee")
         output, row_max, row_sum = _attend_tile(output, row_max, row_sum, scores, v, scale_log2)
     for tile in tl.range(wide_tiles * (WIDE // BLOCK_M), block):
         k = load_tile(k_desc, batch, kv_head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
         scores = tl.dot(q, k.T, input_precision="ieee")
         v = load_tile(v_desc, batch, kv_head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
+        if SUMS_HERE:
+            before_rows = tl.dot(tl.full([BLOCK_M, BLOCK_M], 1.0, v.dtype), v, before_rows, input_precision="ieee")
         output, row_max, row_sum = _attend_tile(output, row_max, row_sum, scores, v, scale_log2)
 
     if beta is not None:
-        # Loaded before the last tile, whose arithmetic hides the latency.
-        if EARLY:
-            gdc_wait()
         cols = tl.arange(0, BLOCK_D)
         table += (batch * num_kv_heads + kv_head) * table_length * HEAD_DIM
-        before = sum_before(table, block * (BLOCK_M // TABLE_BLOCK), cols, cols < HEAD_DIM, HEAD_DIM, SCANNED)
+        if SUMS_HERE:
+            before = before_rows
+        else:
+            # Loaded before the last tile, whose arithmetic hides the latency.
+            if EARLY:
+                gdc_wait()
+            first = block * (BLOCK_M // TABLE_BLOCK)
+            before = sum_before(table, first, cols, cols < HEAD_DIM, HEAD_DIM, SCANNED)[None, :]
     k = load_tile(k_desc, batch, kv_head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     scores = tl.dot(q, k.T, input_precision="ieee")
     v = load_tile(v_desc, batch, kv_head, block * BLOCK_M, BLOCK_M, BLOCK_D)
+    if SUMS_HERE and (table is not None):
+        _write_block_sums(
+            table, v, head % (num_heads // num_kv_heads), block, table_length, cols, BLOCK_M, TABLE_BLOCK, HEAD_DIM,
+            BLOCK_D,
+        )  # fmt: skip
     scores = tl.where(rows[:, None] >= rows[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - new_max[:, None])
@@ -100,7 +133,7 @@ def causal_kernel(
         if marks is not None:
             of_softmax = tl.sum(output * output, 1)
         if beta is not None:
-            value_sum = tl.dot(seen.to(v.dtype), v, input_precision="ieee") + before[None, :]
+            value_sum = tl.dot(seen.to(v.dtype), v, input_precision="ieee") + before
             output += beta_rows[:, None] * value_sum
     else:
         # O is not needed: one MMA for both terms, with the weights alpha p + beta of the paper's formula.
@@ -108,7 +141,7 @@ def causal_kernel(
             output *= alpha_rows[:, None]
             p *= alpha_rows[:, None]
         if beta is not None:
-            output += beta_rows[:, None] * before[None, :]
+            output += beta_rows[:, None] * before
             p += beta_rows[:, None] * seen
         output = tl.dot(p.to(v.dtype), v, output, input_precision="ieee")
     if gate_desc is not None:

@@ -1,8 +1,8 @@
 """E . O for the rows whose output has lost O to cancellation, so that a large call need not keep O beside its output.
 
-out = alpha O + beta n, and the backward needs E . O = (E . out - beta E . n) / alpha (B8). Where alpha O is small in out,
-rounding out to 16 bits has destroyed it. The forward marks these rows; the backward recomputes their weights, and only
-theirs.
+out = alpha O + beta n, and the backward needs E . O = (E . out - beta E . n) / alpha (B8). Where alpha O is small in
+out, rounding out to 16 bits has destroyed it. The forward marks these rows, and the backward recomputes their weights,
+and only theirs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Marks the rows whose output has lost O to cancellation, lists them, and recomputes E . O for them from the scores.
 
-out = alpha O + beta n is rounded to 16 bits. A row is marked unless |out|^2 + D tiny^2 < 4 |alpha O|^2, with D numbers in
-a row and tiny the smallest normal number of its dtype: rounding out then adds at most twice as much to E . O as rounding
-O itself would. The first row is always listed: it sees one key, so E . O and E . v are the same number, and the gradient
-of its score is 0 only if both are bitwise equal.
+out = alpha O + beta n is rounded to 16 bits. A row is marked unless |out|^2 + D tiny^2 < 4 |alpha O|^2, with D numbers
+in a row and tiny the smallest normal number of its dtype: rounding out then adds at most twice as much to E . O as
+rounding O itself would. The first row is always listed: it sees one key, so E . O and E . v are the same number, and
+the gradient of its score is 0 only if both are bitwise equal.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ class Descriptor(NamedTuple):
         return GluonDescriptor(x, list(self.shape), list(self.strides), list(self.block_shape), self.layout)
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """A tensor among the arguments of a `Launch`: its index in the list of a call, and how the kernel addresses it."""
 
     index: int
@@ -108,8 +110,8 @@ class LaunchSet:
     """The launches of a forward or a backward, in named groups, over one list of tensors.
 
     Args:
-        groups: the launches of each group, in order. A slot counts the tensors of the call first, and then the arrays of
-            each workspace.
+        groups: the launches of each group, in order. Slots count the tensors of the call first, then the arrays of each
+            workspace.
         workspaces: the arrays that the launches use beside the tensors of the call.
     """
 

@@ -1,4 +1,4 @@
-"""The tile sizes of the kernels: a table, measured once. Nothing is tuned unless `affine tune` is run (flash/tune.py)."""
+"""The tile sizes of the kernels: a table, measured once. Nothing is tuned unless a user runs `affine tune`."""
 
 from __future__ import annotations
 

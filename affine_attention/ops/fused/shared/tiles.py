@@ -53,7 +53,7 @@ def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, M
     """Tiles [start, stop) that owners at first..last visit, and the run [full_start, full_stop) that needs no mask.
 
     An owner at p sees p - before .. p + after of the other side's `length` rows. `ranges` points to the four numbers
-    that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last tile are to be masked.
+    that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last tile are masked.
     """
     start = 0
     full_start = 0
