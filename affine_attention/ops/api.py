@@ -208,9 +208,9 @@ def forget_plans() -> None:
     """Drops every plan: for tests and benchmarks that change what a plan is made from."""
     _runners.clear()
     if "affine_attention.ops.fused.op" in sys.modules:
-        from .fused.op import _plans
+        from .fused.op import forget_plans as forget_fused_plans
 
-        _plans.clear()
+        forget_fused_plans()
 
 
 _INTEGER, _NUMBER = (int, type(None)), (float, int, type(None))

@@ -115,26 +115,40 @@ def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, n
     return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale, nonnegative_alpha)
 
 
+def _plan_of_operator(arguments: tuple[Any, ...], needs_gradient: bool) -> tuple[Plan, list[Tensor | None]]:
+    """The plan of an operator's call, and its inputs as the kernels address them."""
+    key = (*map(_kind, arguments[:10]), *arguments[10:14], needs_gradient,
+           torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled())  # fmt: skip
+    plan = _operator_plans.get(key)
+    if plan is not None and arguments[5] is None and arguments[7] is None and arguments[9] is None:
+        return plan, plan.prepared(list(arguments[:10]))
+    call = _call(arguments[:10], *arguments[10:14])
+    if plan is None:
+        if len(_operator_plans) >= MAX_PLANS:
+            _operator_plans.clear()
+        plan = _operator_plans[key] = plan_of(call, needs_gradient)
+    return plan, plan.prepared(inputs_of(call))
+
+
+_operator_plans: dict[tuple[Any, ...], Plan] = {}
+
+
 def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    *settings, needs_gradient = arguments[10:]
-    call = _call(arguments[:10], *settings)
-    plan = plan_of(call, needs_gradient)
+    needs_gradient = arguments[14]
+    plan, inputs = _plan_of_operator(arguments, needs_gradient)
     with current_device(plan.device):
-        results = plan.run_forward(plan.prepared(inputs_of(call)))
+        results = plan.run_forward(inputs)
     if not needs_gradient:
         results = (results[0], None, None, None)
     # An operator returns tensors: an empty one stands for None.
-    return tuple(call.query.new_empty(0) if x is None else x for x in results)
+    return tuple(results[0].new_empty(0) if x is None else x for x in results)
 
 
 def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
-    *settings, wants_sink = arguments[10:]
-    call = _call(arguments[:10], *settings)
-    plan = plan_of(call, True)
+    wants_sink = arguments[14]
+    plan, inputs = _plan_of_operator(arguments, True)
     with current_device(plan.device):
-        grads = plan.run_backward(
-            grad_out, core, lse if lse.numel() else None, state, plan.prepared(inputs_of(call)), wants_sink
-        )
+        grads = plan.run_backward(grad_out, core, lse if lse.numel() else None, state, inputs, wants_sink)
     return [grad for n, grad in enumerate(grads) if grad is not None and (n != 5 or wants_sink)]
 
 
@@ -209,3 +223,9 @@ for _name, _body, _fake in (
     _library.impl(_name, _body, "CPU")  # in Triton's interpreter
     torch.library.register_fake(f"affine_attention::{_name}", _fake, lib=_library)
 torch.library.register_autograd("affine_attention::forward", _backward, setup_context=_setup_context, lib=_library)
+
+
+def forget_plans() -> None:
+    """Drops every plan."""
+    _plans.clear()
+    _operator_plans.clear()

@@ -265,11 +265,13 @@ class Plan:
             core = _aligned(core)
         elif self.route.backward == "cudnn" and lse is None:
             lse = self.forward.state.views(state)[0].unsqueeze(3)
-        grad_out = _aligned(grad_out)
-        kind = (grad_out.stride(), wants_sink)
-        backward = self._backwards.get(kind)
-        if backward is None:
-            backward = self._backwards[kind] = self._backward(grad_out, core, lse, wants_sink)
+        backward = self._backwards.get((grad_out.stride(), wants_sink))
+        if backward is None or grad_out.data_ptr() & 15:
+            grad_out = _aligned(grad_out)
+            kind = (grad_out.stride(), wants_sink)
+            if kind not in self._backwards:
+                self._backwards[kind] = self._backward(grad_out, core, lse, wants_sink)
+            backward = self._backwards[kind]
         if self.route.backward == "flash":
             return backward(grad_out, core, state, *inputs)
         return backward(grad_out, core, lse, state, *inputs[:7])

@@ -1,7 +1,7 @@
 """Runs a call through a route that the test names, on a GPU or in Triton's interpreter.
 
-The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel replaces cuDNN's, and the formulas at the head of
-hopper/backward_kernels.py, in plain PyTorch, replace that kernel.
+The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel replaces cuDNN's, and the formulas at the head
+of hopper/backward_kernels.py, in plain PyTorch, replace that kernel.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class CudnnBackward:
         self.groups, self.block = key.shape[1], block_of(dim)
         self.blocks = -(-num_queries // self.block)
         # cuDNN copies a gradient whose strides differ from those of the output: then the prologue may write it.
-        reads_grad = gate is None and (alpha is None or shift) and grad_out.stride() == core.stride()
-        self.makes_grad_core = not reads_grad
+        self.reads_grad = gate is None and (alpha is None or shift) and grad_out.stride() == core.stride()
+        self.makes_grad_core = not self.reads_grad
         self.later_shape = (batch, self.groups, self.blocks + 1, dim)
         self.workspace = Workspace({} if beta is None else {"later": (self.later_shape, torch.float32)}, query.device)
         # bf16 has the range of fp32; fp16 would flush small beta * E to 0.
@@ -74,6 +74,8 @@ class CudnnBackward:
         assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
+            # With other strides than the output's, cuDNN's backward was seen to return wrong gradients.
+            grad_out = grad_out if self.reads_grad else torch.empty_like(core).copy_(grad_out)
             return *attend_backward(grad_out, query, key, value, core, lse, causal, scale), None, None, None, None
         grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
         grad_beta = None if beta is None else torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)

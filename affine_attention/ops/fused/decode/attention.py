@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
+from ..shared.allocation import like
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.tiles import LOG2E
 from ..shared.value_sums import padded
@@ -43,7 +44,7 @@ class Decode:
         query, key, value, (alpha, beta, _, gate) = call[:4]
         visibility = call.visibility
         batch, heads, num_queries, dim = query.shape
-        self.device = query.get_device()
+        self.device, self.new_out = query.get_device(), like(query)
         if block_table is None:
             groups, page_size = key.shape[1], 1
             key_strides, value_strides = key.stride()[:3], value.stride()[:3]
@@ -105,9 +106,7 @@ class Decode:
 
     def __call__(self, *inputs: Tensor | None) -> Tensor:
         """`inputs` are query, key, value, alpha, beta, sink, gate, the key mask, lengths and the block table."""
-        query = inputs[QUERY]
-        assert query is not None
-        out = torch.empty_like(query)
+        out = self.new_out()
         self.launches.run("decode", self.launches.values((*inputs, out), self.workspace.new()), self.device)
         return out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...call import CallSpec
 from ..shared import value_sums
+from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.tile_sizes import Config
@@ -146,7 +147,7 @@ class FlashForward:
     def __init__(self, call: CallSpec, *, keeps_core: bool, sizes: dict[str, Config] | None = None):
         query, key, value, (alpha, beta, sink, gate) = call[:4]
         batch, heads, num_queries, dim = query.shape
-        self.keeps_core, self.device = keeps_core, query.get_device()
+        self.keeps_core, self.device, self.new_out = keeps_core, query.get_device(), like(query)
         self.state = Workspace(flash_state(call, sizes), query.device)
         rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
         # With beta, the sums of v in masked tiles need the registers that the wider tile takes.
@@ -182,10 +183,8 @@ class FlashForward:
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
-        query = inputs[QUERY]
-        assert query is not None
-        out = torch.empty_like(query)
-        core = torch.empty_like(query) if self.keeps_core else None
+        out = self.new_out()
+        core = self.new_out() if self.keeps_core else None
         state = self.state.new()
         values = self.launches.values((*inputs, out, core), state, self.workspace.new())
         self.launches.run("forward", values, self.device)

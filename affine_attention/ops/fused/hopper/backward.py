@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
 from ..shared import value_sums
+from ..shared.allocation import Allocate, contiguous, like
 from ..shared.descriptors import tile_descriptor
 from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
 from ..shared.prologue import prologue_kernel
@@ -87,7 +88,7 @@ class HopperBackward:
         query, key, _, (alpha, beta, sink, gate) = call[:4]
         sink = sink if wants_sink else None
         self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
-        self.state, self.wants_sink = state, sink is not None
+        self.state = state
         _, heads, length, dim = query.shape
         self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
         self.blocks = -(-length // self.block)
@@ -98,6 +99,7 @@ class HopperBackward:
         self.makes_grad_core = gate is not None or not (alpha is None or shift or call.nonnegative_alpha)
         self.num_sink_parts = self.blocks + (recompute.num_parts(length) if self.has_marks else 0)
         self.workspace = Workspace(self._arrays(query, beta), query.device)
+        self.allocators = self._allocators(core, sink)
         first = NUM_TENSORS + len(state.arrays)
         slots = {name: Slot(first + n) for n, name in enumerate(self.workspace.arrays)}
         lse_slot, table, marks = state_slots(state, NUM_TENSORS)
@@ -118,32 +120,33 @@ class HopperBackward:
     def __call__(
         self, grad_out: Tensor, core: Tensor, lse: Tensor | None, state: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, alpha, beta, sink, gate = inputs
-        assert query is not None
-        assert key is not None
-        assert value is not None
-        grads = [new_gradient(x) for x in (query, key, value)]
-        grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
-        grad_beta = None if beta is None else torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
-        grad_gate = None if gate is None else torch.empty_like(gate)
-        grad_core = torch.empty_like(core) if self.makes_grad_core else None
-        parts = self._new_sink_parts(query) if self.wants_sink else None
+        # dQ, dK, dV, the gradients of alpha, beta and gate, E, and the parts of the sink's gradient.
+        new = [None if allocate is None else allocate() for allocate in self.allocators]
         buffer = self.workspace.new()
-        values = self.launches.values(
-            (grad_out, core, *inputs, lse, *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts), state, buffer
-        )
+        values = self.launches.values((grad_out, core, *inputs, lse, *new), state, buffer)
+        *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts = new
         if self.has_marks:
-            side = SideStream(query.device)
+            side = SideStream(grad_out.device)
             self.launches.run("recompute", values, self.device)
             side.run(lambda: self.launches.run("prologue", values, self.device), PAUSE)
             side.join()
         else:
             self.launches.run("prologue", values, self.device)
-        self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, query, key, value, *grads)
-        grad_sink = None if parts is None or sink is None else parts.sum((0, 2)).to(sink.dtype)
+        self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, *inputs[:3], *grads)
+        grad_sink = None if parts is None else parts.sum((0, 2)).to(inputs[5].dtype)  # type: ignore[union-attr]
         return *grads, grad_alpha, grad_beta, grad_sink, grad_gate
 
-    def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor) -> None:
+    def _allocators(self, core: TensorSpec, sink: TensorSpec | None) -> list[Allocate | None]:
+        query, key, value, (alpha, beta, _, gate) = self.call[:4]
+        rows = [None if x is None else contiguous(x.shape, x.dtype, x.device) for x in (alpha, beta)]
+        parts = (*query.shape[:2], self.num_sink_parts)
+        return [
+            *(like(x) for x in (query, key, value)), *rows, None if gate is None else like(gate),
+            like(core) if self.makes_grad_core else None,
+            None if sink is None else contiguous(parts, torch.float32, query.device),
+        ]  # fmt: skip
+
+    def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor | None) -> None:
         """Writes dQ, dK and dV. `tensors` are E, query, key, value and the three gradients, which the launches know."""
         self.launches.run("gradients", values, self.device)
 
@@ -168,9 +171,6 @@ class HopperBackward:
 
     def _later_shape(self) -> tuple[int, int, int, int]:
         return self.call.query.shape[0], self.groups, self.blocks + 1, self.dim
-
-    def _new_sink_parts(self, query: Tensor) -> Tensor:
-        return torch.empty(*query.shape[:2], self.num_sink_parts, dtype=torch.float32, device=query.device)
 
     def _prologue(
         self, grad_out: TensorSpec, core: TensorSpec, lse: Slot | None, lse_strides: tuple[int, ...],
@@ -260,11 +260,6 @@ class HopperBackward:
                 num_warps=4,
             ))  # fmt: skip
         return launches
-
-
-def new_gradient(of: Tensor) -> Tensor:
-    """Unwritten, like the input. A function of its own, so that a memory checker can fill what TMA will write."""
-    return torch.empty_like(of)
 
 
 def fresh(x: TensorSpec) -> TensorSpec:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
 from ..shared import value_sums
+from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.tile_sizes import Config
@@ -45,7 +46,8 @@ class HopperForward:
     def __init__(self, call: CallSpec, *, keeps_core: bool, keeps_marks: bool, shift: bool):
         query, key, value, (alpha, beta, sink, gate) = call[:4]
         batch, heads, length, dim = query.shape
-        self.keeps_core, self.device = keeps_core, query.get_device()
+        self.device, self.new_out = query.get_device(), like(query)
+        self.new_core = self.new_out if keeps_core else None
         self.state = Workspace(state_arrays(call, True, keeps_marks), query.device)
         lse, table, marks = state_slots(self.state, CORE + 1)
         sizes = tile_sizes(dim, query.device)
@@ -82,10 +84,8 @@ class HopperForward:
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """`inputs` are query, key, value, alpha, beta, sink and gate."""
-        query = inputs[QUERY]
-        assert query is not None
-        out = torch.empty_like(query)
-        core = torch.empty_like(query) if self.keeps_core else None
+        out = self.new_out()
+        core = None if self.new_core is None else self.new_core()
         state = self.state.new()
         self.launches.run("forward", self.launches.values((*inputs, out, core), state), self.device)
         return out, core, None, state

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .allocation import Allocate, contiguous
+
 UNIT = 256  # bytes: every array starts at a multiple, which suits vector loads and TMA
 
 
@@ -23,14 +25,11 @@ class Workspace:
         sizes = [_padded_bytes(shape, dtype) for shape, dtype in arrays.values()]
         self.offsets = [sum(sizes[:n]) for n in range(len(sizes))]
         self.length = length_of(arrays)
+        self.new: Allocate = contiguous((self.length,), torch.float32, device)  # an unwritten buffer
 
     def index(self, name: str) -> int:
         """The place of an array among the arrays."""
         return list(self.arrays).index(name)
-
-    def new(self) -> Tensor:
-        """An unwritten buffer."""
-        return torch.empty(self.length, dtype=torch.float32, device=self.device)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The arrays of a buffer, as tensors."""
