@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..nn import AttentionMechanism
 from ..nn.attention import real_tokens
 from ..ops import attention, attention_weights
-from .masks import compact_mask, packed_segments, read_mask
+from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
 from .parallel import own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
@@ -194,7 +194,7 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if position_ids.dim() == 2 and inputs is not None:
             segments = packed_segments(position_ids, inputs.shape[0])
-            if not compiling and not bool(segments[:, -1].any()):
+            if not values_are_unknown() and not bool(segments[:, -1].any()):
                 segments = None
     weights = kwargs.get("output_attentions")
     if weights is None:

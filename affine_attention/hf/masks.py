@@ -77,7 +77,7 @@ def compact_mask(
 
     num_keys: Any = q_offset + q_length - kv_offset
     keep = _padding(attention_mask, kv_offset, num_keys)
-    if keep is not None and not torch.compiler.is_compiling() and bool(keep.all()):
+    if keep is not None and not values_are_unknown() and bool(keep.all()):
         keep = None
     if window is not None and num_keys <= window:
         window = None
@@ -116,6 +116,13 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, 
         return Visible(arguments, columns.shape[1], None)
     arguments["mask"] = columns.bool()
     return _with_segments(Visible(arguments, columns.shape[1], None), segments, queries)
+
+
+def values_are_unknown() -> bool:
+    """Whether the values of tensors cannot be read: while a graph is compiled, or captured as a CUDA graph."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def packed_segments(position_ids: Tensor, batch: int) -> Tensor:
@@ -180,9 +187,9 @@ def _pattern(
         if local_size != getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
             return None
         window = local_size
-    if torch.compiler.is_compiling():
-        # Transformers cannot look at position_ids while it traces and always adds a packing term; whether a call is
-        # packed is known to the model's pre-hook (interface.py), which hands the segments to the layers itself.
+    if values_are_unknown():
+        # Transformers cannot read position_ids then and always adds a packing term. Whether a call is packed is known
+        # to the model's pre-hook (interface.py), which passes the segments to the layers itself.
         return window, None
     segments = None
     for part in _parts(mask_function):

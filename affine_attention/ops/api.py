@@ -199,8 +199,8 @@ def _signature(tensors: tuple[Any, ...], segment_ids: Any, settings: tuple[Any, 
         else:
             return None
     return (
-        *kinds, *settings, needs_gradient and torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        *kinds, *settings, needs_gradient and torch.is_grad_enabled(), torch._C._get_deterministic_algorithms(),
+        torch._C._get_cudnn_sdp_enabled(),
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ old sum and the new term of a lane one is at the new maximum already, so that bo
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.fused import current_device
 from .chunks import Terms
 
 BLOCK, WARPS = 1024, 8  # measured on an H200
@@ -127,7 +127,7 @@ def fused_rows(
     assert student_CV.stride(1) == teacher.stride(1) == 1
     if not rows:
         return
-    with current_device(student_CV.get_device()):
+    with torch.cuda.device_of(student_CV):  # does nothing for tensors on the CPU
         rows_kernel[(rows,)](
             student_CV, teacher, labels_C, kd_C, ce_C, vocabulary, student_CV.stride(0), teacher.stride(0),
             float(terms.kd_weight), float(terms.ce_weight), float(terms.temperature), softcap or 1.0,

@@ -5,9 +5,9 @@ This file holds what decides whether they can run, in forms that a compiled grap
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +27,12 @@ def capability(device_index: int) -> int:
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_SAME_DEVICE = contextlib.nullcontext()
-
-
-def current_device(device: int) -> contextlib.AbstractContextManager[Any]:
-    """Makes a GPU the current one; costs nothing where it already is. -1 is the CPU."""
+def on_device(device: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function with a GPU as the current one; costs nothing where it already is. -1 is the CPU."""
     if device < 0 or torch._C._cuda_getDevice() == device:
-        return _SAME_DEVICE
-    return torch.cuda.device(device)
+        return function(*arguments)
+    with torch.cuda.device(device):
+        return function(*arguments)
 
 
 def capability_of(x: torch.Tensor) -> int:

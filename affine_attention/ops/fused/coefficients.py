@@ -7,6 +7,7 @@ longer to launch them than the GPU to run them. The backward also sums alpha ove
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import current_device
+from . import on_device
 from .shared.launch import launch_kernel
 
 ACTIVATIONS = ("linear_clipping", "sigmoid")
@@ -137,8 +138,10 @@ def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numb
     Without fp fusion: a fused multiply-add would put 0.1 * -5 + 0.5 below 0, where its gradient is 0 and PyTorch's 1.
     """
     first: Any = tensors[0]
-    with current_device(first.get_device()):
-        launch_kernel(kernel, (programs,), tensors, numbers, num_warps=NUM_WARPS, enable_fp_fusion=False)
+    launch = functools.partial(
+        launch_kernel, kernel, (programs,), tensors, numbers, num_warps=NUM_WARPS, enable_fp_fusion=False
+    )
+    on_device(first.get_device(), launch)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..call import AttentionCall, Rows
 from ..visibility import Visibility
-from . import current_device
+from . import on_device
 from .plan import Plan, Route, choose_route, inputs_of
 
 MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
@@ -25,8 +25,8 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def plan_of(call: AttentionCall, needs_gradient: bool) -> Plan:
     """The plan of a call, made at the first call of its kind."""
     key = (*map(_kind, inputs_of(call)), call.visibility.is_causal, call.visibility.window, call.softmax_scale,
-           call.nonnegative_alpha, needs_gradient, torch.are_deterministic_algorithms_enabled(),
-           torch.backends.cuda.cudnn_sdp_enabled())  # fmt: skip
+           call.nonnegative_alpha, needs_gradient, torch._C._get_deterministic_algorithms(),
+           torch._C._get_cudnn_sdp_enabled())  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= MAX_PLANS:
@@ -41,10 +41,11 @@ def _kind(x: Tensor | None) -> Any:
 
 def run_plan(plan: Plan, inputs: list[Tensor | None], needs_gradient: bool) -> Tensor:
     """The output of a call. `inputs` are those of `inputs_of`."""
-    if needs_gradient:
+    if not needs_gradient:
+        return on_device(plan.device, plan.run_forward, plan.prepared(inputs))[0]
+    if torch._C._are_functorch_transforms_active():
         return _Attention.apply(plan, *inputs)
-    with current_device(plan.device):
-        return plan.run_forward(plan.prepared(inputs))[0]
+    return _apply(plan, *inputs)
 
 
 class _Attention(torch.autograd.Function):
@@ -52,30 +53,30 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> Tensor:
-        with current_device(plan.device):
-            prepared = plan.prepared(list(inputs))
-            out, core, lse, state = plan.run_forward(prepared)
+        prepared = plan.prepared(list(inputs))
+        out, core, lse, state = on_device(plan.device, plan.run_forward, prepared)
         ctx.plan = plan
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*prepared, out if core is None else core, lse, state)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         # Gradients are enabled here only for a second derivative, which once_differentiable refuses; its work costs
         # the host as much as a launch.
         return (_second_derivative if torch.is_grad_enabled() else _gradients)(ctx, grad_out)
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+# Without the checks of Function.apply for functorch, which take 5 us.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
-    if grad_out is None:
-        return (None,) * len(needs)
     *inputs, core, lse, state = ctx.saved_tensors
     plan = ctx.plan
-    with current_device(plan.device):
-        grads = plan.run_backward(grad_out, core, lse, state, inputs, needs[6])
-    return None, *(grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)), None, None, None
+    grads = on_device(plan.device, plan.run_backward, grad_out, core, lse, state, inputs, needs[6])
+    wanted = [grad if need else None for grad, need in zip(grads, needs[1:8], strict=True)]
+    return None, *wanted, None, None, None
 
 
 _second_derivative = once_differentiable(_gradients)
@@ -118,7 +119,7 @@ def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, n
 def _plan_of_operator(arguments: tuple[Any, ...], needs_gradient: bool) -> tuple[Plan, list[Tensor | None]]:
     """The plan of an operator's call, and its inputs as the kernels address them."""
     key = (*map(_kind, arguments[:10]), *arguments[10:14], needs_gradient,
-           torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled())  # fmt: skip
+           torch._C._get_deterministic_algorithms(), torch._C._get_cudnn_sdp_enabled())  # fmt: skip
     plan = _operator_plans.get(key)
     if plan is not None and arguments[5] is None and arguments[7] is None and arguments[9] is None:
         return plan, plan.prepared(list(arguments[:10]))
@@ -136,8 +137,7 @@ _operator_plans: dict[tuple[Any, ...], Plan] = {}
 def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     needs_gradient = arguments[14]
     plan, inputs = _plan_of_operator(arguments, needs_gradient)
-    with current_device(plan.device):
-        results = plan.run_forward(inputs)
+    results = on_device(plan.device, plan.run_forward, inputs)
     if not needs_gradient:
         results = (results[0], None, None, None)
     # An operator returns tensors: an empty one stands for None.
@@ -147,8 +147,8 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
     wants_sink = arguments[14]
     plan, inputs = _plan_of_operator(arguments, True)
-    with current_device(plan.device):
-        grads = plan.run_backward(grad_out, core, lse if lse.numel() else None, state, inputs, wants_sink)
+    lse_or_none = lse if lse.numel() else None
+    grads = on_device(plan.device, plan.run_backward, grad_out, core, lse_or_none, state, inputs, wants_sink)
     return [grad for n, grad in enumerate(grads) if grad is not None and (n != 5 or wants_sink)]
 
 

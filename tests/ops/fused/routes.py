@@ -13,6 +13,7 @@ from affine_attention.ops.fused import INTERPRETED
 from affine_attention.ops.fused.hopper import backward as hopper_backward
 from affine_attention.ops.fused.op import run_plan
 from affine_attention.ops.fused.plan import Plan, Route, inputs_of
+from affine_attention.ops.fused.shared.value_sums import is_scanned
 from affine_attention.ops.reference import reference_attention
 from affine_attention.ops.sdpa import CpuFlash
 
@@ -101,7 +102,7 @@ def formulas(e, query, key, value, row_numbers, later, softmax_scale, sum_block,
     if later is not None:
         blocks = later.shape[2] - 1
         num_later = (blocks - (positions // block_n + 1) * (block_n // sum_block)).clamp(min=0)
-        prefix = later if blocks > 32 else later.cumsum(2)
+        prefix = later if is_scanned(blocks + 1, query.numel()) else later.cumsum(2)
         grad_value = grad_value + prefix[:, :, num_later]
     return ds @ k * softmax_scale, of_group(ds.mT @ q) * softmax_scale, grad_value
 

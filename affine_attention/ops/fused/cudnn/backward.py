@@ -60,7 +60,8 @@ class CudnnBackward:
         self.pause = PAUSE + 2 * query.numel() * query.element_size() // BYTES_PER_CYCLE
         self.has_side_stream = query.numel() >= WORTH_A_STREAM
         prologue = [self._prologue(grad_out, core, lse)]
-        if self.later is not None and value_sums.is_scanned(self.blocks + 1):
+        self.scanned = value_sums.is_scanned(self.blocks + 1, query.numel())
+        if self.later is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self.later_shape, self.later))
         self.prologue = LaunchSet({"prologue": prologue}, state, self.workspace)
         self.add_later: LaunchSet | None = None  # made at the first call, which tells the strides of cuDNN's dV
@@ -128,8 +129,8 @@ class CudnnBackward:
                 *grad_out.stride()[:3], *core.stride()[:3], *lse.stride()[:3], *value.stride()[:3],
                 *strides[0], *strides[1], *strides[2], *grad_gate_strides,
                 num_queries, self.blocks, max(table_length - 1, 0), heads, self.call.softmax_scale, 0, self.blocks, 0,
-                heads // self.groups, self.shift, self.call.visibility.is_causal, value_sums.is_scanned(table_length),
-                dim, self.block, padded(dim), 0,
+                heads // self.groups, self.shift, self.call.visibility.is_causal,
+                value_sums.is_scanned(table_length, query.numel()), dim, self.block, padded(dim), 0,
             ),
             num_warps=warps_of(dim, ELEMENTS),
         )  # fmt: skip
@@ -150,7 +151,7 @@ class CudnnBackward:
                 Slot(0), Slot(1), slot_of(beta, 2), slot_of(gate, 3), Slot(4),
                 *grad_value.stride()[:3], *source_strides, *strides[0], *strides[1],
                 num_keys, key_blocks, self.blocks, self.groups, self.call.visibility.is_causal,
-                value_sums.is_scanned(self.blocks + 1), dim, self.block, padded(dim),
+                self.scanned, dim, self.block, padded(dim),
             ),
             num_warps=warps_of(dim, ELEMENTS),
         )  # fmt: skip

@@ -68,7 +68,7 @@ class CudnnForward:
         groups, block = key.shape[1], block_of(dim)
         _, table, marks = state_slots(self.state, NUM_TENSORS)
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
-        scanned = value_sums.is_scanned(table_length)
+        scanned = value_sums.is_scanned(table_length, query.numel())
         sums: list[Launch] = []
         if beta is not None:
             assert table is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...call import AttentionCall, CallSpec, Rows, TensorSpec
 from ...visibility import Visibility
-from .. import current_device
+from .. import on_device
 from ..op import MAX_PLANS
 from .attention import Decode
 
@@ -72,8 +72,7 @@ def _decode(
     plan = _plans.get(kind)
     if plan is None:
         plan = _new_plan(kind, inputs, is_causal, window, num_keys, softmax_scale)
-    with current_device(plan.device):
-        return plan(*inputs)
+    return on_device(plan.device, plan, *inputs)
 
 
 def _new_plan(kind: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale) -> Decode:

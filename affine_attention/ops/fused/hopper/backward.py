@@ -107,7 +107,8 @@ class HopperBackward:
             lse_slot = Slot(LSE)
         lse_strides = (heads * length, length, 1) if lse is None else tuple(lse.stride()[:3])
         prologue = [self._prologue(grad_out, core, lse_slot, lse_strides, table, marks, slots, shift, sink)]
-        if beta is not None and value_sums.is_scanned(self.blocks + 1):
+        self.scanned = value_sums.is_scanned(self.blocks + 1, query.numel())
+        if beta is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self._later_shape(), slots["later"]))
         groups = {"prologue": prologue, "gradients": self._gradients(grad_out, core, slots)}
         if self.has_marks:
@@ -195,7 +196,8 @@ class HopperBackward:
                 *strides_of(alpha), *strides_of(beta), *strides_of(gate), *grad_gate_strides,
                 length, self.blocks, max(table_length - 1, 0), heads, self.call.softmax_scale,
                 self.workspace.arrays["row_numbers"][0][-1], self.num_sink_parts, zeroed,
-                heads // self.groups, shift, True, value_sums.is_scanned(table_length), dim, self.block, padded(dim),
+                heads // self.groups, shift, True, value_sums.is_scanned(table_length, query.numel()),
+                dim, self.block, padded(dim),
                 -(-zeroed // (programs * 1024)) * 1024,
             ),
             num_warps=warps_of(dim, elements),
@@ -247,7 +249,7 @@ class HopperBackward:
                     Slot(slots["dq_sums"].index, sums), slots.get("later"),
                     scale, scale * LOG2E.value, length, 0 if beta is None else self.blocks, first, heads, self.groups,
                     here, min(section, here), sizes.block_m, sizes.block_n, dim, self.block_d, self.block,
-                    sizes.num_stages, value_sums.is_scanned(self.blocks + 1),
+                    sizes.num_stages, self.scanned,
                 ),
                 num_warps=sizes.num_warps,
             ))  # fmt: skip

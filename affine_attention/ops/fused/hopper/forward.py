@@ -53,7 +53,7 @@ class HopperForward:
         sizes = tile_sizes(dim, query.device)
         out_strides = query.fresh_strides
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
-        scanned = value_sums.is_scanned(table_length)
+        scanned = value_sums.is_scanned(table_length, query.numel())
         rows, wide = sizes.block_m, sizes.block_n
         # Few CTAs: the MMAs of the sums cost less than a launch.
         sums_here = beta is not None and not scanned and -(-length // rows) * batch * heads <= FEW_CTAS

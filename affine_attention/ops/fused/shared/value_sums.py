@@ -17,7 +17,10 @@ from .launch import Launch, Slot
 # Measured on an H200. The kernels are bound by memory: small tiles and few warps give the most CTAs per SM.
 TILE = 2048  # elements
 ELEMENTS = 64  # of a tile, per thread: sums keep no tile in registers
-MAX_UNSCANNED = tl.constexpr(32)  # blocks of a table that its readers add up themselves
+# Blocks of a table that its readers add up themselves. From LARGE elements of query on the GPU is the bottleneck, and
+# the launch of a scan costs less than adding up more than MAX_UNSCANNED_LARGE blocks.
+MAX_UNSCANNED, MAX_UNSCANNED_LARGE, LARGE = 64, 32, 2**25
+SUM_ROWS = tl.constexpr(32)  # rows that a reader loads at once
 
 
 def padded(dim: int) -> int:
@@ -41,9 +44,9 @@ def table_shape(value_shape: tuple[int, ...], block: int | None = None) -> tuple
     return batch, groups, -(-num_keys // (block or block_of(dim))) + 1, dim
 
 
-def is_scanned(table_length: int) -> bool:
-    """Whether a table of so many rows holds prefix sums; otherwise its readers add up the sums of the blocks."""
-    return table_length - 1 > MAX_UNSCANNED.value
+def is_scanned(table_length: int, num_elements: int) -> bool:
+    """Whether a table of so many rows holds prefix sums, in a call with so many elements of query."""
+    return table_length - 1 > (MAX_UNSCANNED_LARGE if num_elements >= LARGE else MAX_UNSCANNED)
 
 
 def sum_launches(
@@ -97,9 +100,12 @@ def sum_before(table, block, cols, col_ok, HEAD_DIM: tl.constexpr, SCANNED: tl.c
     if SCANNED:
         total = tl.load(table + block * HEAD_DIM + cols, mask=col_ok, other=0.0)
     else:
-        rows = tl.arange(0, MAX_UNSCANNED)
-        inside = (rows < block)[:, None] & col_ok[None, :]
-        total = tl.sum(tl.load(table + (rows[:, None] + 1) * HEAD_DIM + cols[None, :], mask=inside, other=0.0), 0)
+        sums = tl.zeros([SUM_ROWS, cols.shape[0]], dtype=tl.float32)
+        for first in range(0, block, SUM_ROWS):
+            rows = first + tl.arange(0, SUM_ROWS)
+            inside = (rows < block)[:, None] & col_ok[None, :]
+            sums += tl.load(table + (rows[:, None] + 1) * HEAD_DIM + cols[None, :], mask=inside, other=0.0)
+        total = tl.sum(sums, 0)
     return total
 
 

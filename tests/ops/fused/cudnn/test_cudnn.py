@@ -214,7 +214,7 @@ def test_a_constant_sink_needs_no_prologue():
 @pytest.mark.parametrize("table_rows", [1, 100])
 def test_long_tables_are_scanned(monkeypatch, table_rows):
     """Readers add up a short table themselves; either way gives the same sums."""
-    monkeypatch.setattr(value_sums, "is_scanned", lambda length: table_rows == 1)
+    monkeypatch.setattr(value_sums, "is_scanned", lambda *_: table_rows == 1)
     inputs, grad = make(1, 4, 2, 130, 130, 16, AFFINE, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 130, 130, grad.device, is_causal=True)
     assert_right(inputs, grad, visibility, nonnegative_alpha=True)

@@ -112,7 +112,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         FlashBackward(call, grad, grad, forward.state, sizes)(query, query, state, *inputs)
         if capability != 90 or dim not in hopper_backward.HEAD_DIMS:
             continue
-        blocks = MAX_UNSCANNED.value + 2
+        blocks = MAX_UNSCANNED + 2
         for length in (256, block_of(dim) * blocks):  # the second one has a scanned table
             query = torch.zeros(1, 2, length, dim, dtype=torch.bfloat16)
             seen = Visibility(1, length, length, query.device, is_causal=True)

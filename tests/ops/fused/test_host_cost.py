@@ -1,0 +1,135 @@
+"""The host's work for a call stays within a written budget: Python calls and launches, counted without a GPU.
+
+The plans are the real ones, with launches that do nothing. The budgets are what the code needs today; docs/kernels.md
+says what a Python call and a launch cost on the host of an H200.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from affine_attention import attention
+from affine_attention.ops import api
+from affine_attention.ops.call import AttentionCall, CallSpec
+
+pytest.importorskip("triton")
+from affine_attention.ops.fused import op
+from affine_attention.ops.fused import plan as planning
+from affine_attention.ops.fused.decode.attention import Decode
+from affine_attention.ops.fused.hopper import backward as hopper_backward
+from affine_attention.ops.fused.plan import Plan, Route
+from affine_attention.ops.fused.shared.launch import LaunchSet
+from affine_attention.ops.visibility import Visibility
+
+from .routes import BackwardOnCpu
+
+PYTHON_CALLS = {"forward without a gradient": 21, "forward": 16, "backward": 14}
+
+
+def small_call(length=1024, heads=16, dim=64, batch=2, **rows):
+    def draw(*shape):
+        return torch.zeros(shape, requires_grad=True)
+
+    query, key, value = (draw(batch, heads, length, dim) for _ in range(3))
+    rows = rows or {"alpha": draw(batch, heads, length), "beta": draw(batch, heads, length)}
+    return {"query": query, "key": key, "value": value, **rows}
+
+
+@pytest.fixture
+def without_launches(monkeypatch):
+    """Plans of the Hopper route on the CPU, with launches that do nothing."""
+    route = Route("hopper", "hopper", "softmax output", "named by a test", shift=True)
+    monkeypatch.setattr(api, "why_not_fused", lambda call: None)
+    monkeypatch.setattr(api, "choose_route", lambda call, needs_gradient: route)
+    monkeypatch.setattr(op, "choose_route", lambda call, needs_gradient: route)
+    monkeypatch.setattr(hopper_backward.HopperBackward, "_gradients", lambda *_: [])
+    monkeypatch.setattr(LaunchSet, "run", lambda *_: None)
+    monkeypatch.setattr(LaunchSet, "values", lambda self, tensors, *buffers: [])
+    api.forget_plans()
+    yield
+    api.forget_plans()
+
+
+def python_calls(function) -> int:
+    """Python functions that a call of the function enters, itself not counted."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(see)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return count - 1
+
+
+def test_python_calls_stay_within_the_budget(without_launches):
+    given = small_call()
+
+    def forward():
+        return attention(**given, is_causal=True, nonnegative_alpha=True)
+
+    def forward_without_a_gradient():
+        with torch.no_grad():
+            forward()
+
+    out, leaves = forward(), list(given.values())
+    grad = torch.zeros_like(out)
+
+    def backward(out=out):
+        torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    for name, function in (
+        ("forward without a gradient", forward_without_a_gradient), ("forward", forward), ("backward", backward)
+    ):  # fmt: skip
+        function()
+        function()
+        own = 0
+        if name == "backward":  # autograd.grad enters some functions of its own
+            xs = [torch.zeros(3, requires_grad=True) for _ in leaves]
+            y = sum(xs)
+            ones = torch.ones_like(y)
+            own = python_calls(lambda y=y, xs=xs, ones=ones: torch.autograd.grad(y, xs, ones, retain_graph=True))
+        counted = python_calls(function) - own
+        assert counted <= PYTHON_CALLS[name], f"{name}: {counted} Python calls"
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward"),
+    [
+        ({"length": 512, "heads": 8}, 1, 3),
+        ({"length": 1024}, 2, 3),
+        ({"length": 2048, "heads": 9, "batch": 8}, 2, 3),
+        ({"length": 4096}, 3, 4),
+    ],
+)
+def test_a_small_call_takes_few_launches(monkeypatch, settings, forward, backward):
+    monkeypatch.setattr(hopper_backward, "HopperBackward", BackwardOnCpu)
+    given = {name: x.detach()[:, :, :1].expand(x.shape) if x.ndim == 4 else x.detach() for name, x in
+             small_call(**settings | {"dim": 64}).items()}  # fmt: skip
+    call = AttentionCall.of(
+        **given, visibility=Visibility(given["query"].shape[0], *given["query"].shape[2:3] * 2, "cpu", is_causal=True),
+        softmax_scale=0.1, nonnegative_alpha=True,
+    )  # fmt: skip
+    monkeypatch.setattr(planning, "_is_addressable", lambda x: True)
+    plan = Plan(call, Route("hopper", "hopper", "softmax output", "named by a test", shift=True))
+    assert len(plan.forward.launches.groups["forward"]) == forward
+    found = plan._backward(given["query"], given["query"], None, False)
+    # The Gluon kernel and the conversion of dQ are not made on a CPU.
+    assert sum(map(len, found.launches.groups.values())) + 2 == backward
+
+
+@pytest.mark.parametrize(("keys", "launches"), [(144, 1), (512, 1), (640, 2)])
+def test_a_decode_step_takes_one_launch_where_the_cache_is_short(keys, launches):
+    query, key = torch.zeros(1, 9, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 3, keys, 64, dtype=torch.bfloat16)
+    row = torch.zeros(1, 9, 1)
+    visibility = Visibility(1, 1, keys, query.device, is_causal=True)
+    call = AttentionCall.of(query, key, key, alpha=row, beta=row, visibility=visibility, softmax_scale=0.1)
+    assert len(Decode(CallSpec.of(call)).launches.groups["decode"]) == launches
