@@ -7,6 +7,7 @@ import torch
 
 import affine_attention
 from affine_attention import attention, attention_weights, count_visible_keys, explain
+from affine_attention.ops.api import forget_plans
 from affine_attention.testing import Case, make_inputs
 
 
@@ -27,6 +28,7 @@ def test_auto_takes_composed_on_the_cpu_and_says_why():
 
 def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
     given, visible = tensors()
+    forget_plans()
     ran = []
     for name in ("reference", "composed"):
         real = getattr(affine_attention.ops.api, f"{name}_attention")
@@ -38,6 +40,7 @@ def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
     assert ran == ["reference", "composed"]
     assert explain(**given, **visible, impl="reference").impl == "reference"
     assert explain(**given, **visible, impl="composed").reason == "asked for by name"
+    forget_plans()
 
 
 @pytest.mark.parametrize("function", [attention, explain])
@@ -86,3 +89,65 @@ def test_importing_the_package_loads_neither_triton_nor_transformers():
 
     code = "import sys, affine_attention; print([m for m in ('triton', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_signature_is_validated_once(monkeypatch):
+    from affine_attention.ops import api
+
+    given, visible = tensors()
+    forget_plans()
+    seen = []
+    real = api._checked_call
+    monkeypatch.setattr(api, "_checked_call", lambda *arguments: seen.append(1) or real(*arguments))
+    first = attention(**given, **visible)
+    assert torch.equal(attention(**given, **visible), first)
+    assert len(seen) == 1
+    other = {name: None if x is None else x.clone() for name, x in given.items()}
+    other["alpha"] = other["alpha"] * 0.5
+    assert not torch.equal(attention(**other, **visible), first)
+    assert len(seen) == 1
+    with torch.no_grad():
+        attention(**{name: None if x is None else x.detach() for name, x in given.items()}, **visible)
+    attention(**given, **visible, softmax_scale=0.25)
+    attention(**given | {"query": given["query"].transpose(1, 2).contiguous().transpose(1, 2)}, **visible)
+    assert len(seen) >= 3
+    forget_plans()
+
+
+def test_values_that_compare_equal_are_told_apart():
+    """True equals 1 in a key: an argument of a wrong type is refused also after a right one was seen."""
+    given, _ = tensors()
+    attention(**given, is_causal=True, window=1)
+    with pytest.raises(TypeError, match="is_causal"):
+        attention(**given, is_causal=1, window=1)
+    with pytest.raises(TypeError, match="window"):
+        attention(**given, is_causal=True, window=True)
+    attention(**given, softmax_scale=1)
+    with pytest.raises(TypeError, match="softmax_scale"):
+        attention(**given, softmax_scale=True)
+
+
+def test_runners_keep_no_tensor_alive():
+    import gc
+    import weakref
+
+    given, visible = tensors()
+    forget_plans()
+    attention(**given, **visible)
+    watched = [weakref.ref(x) for x in given.values() if x is not None]
+    del given
+    gc.collect()
+    assert all(reference() is None for reference in watched)
+    forget_plans()
+
+
+def test_signatures_are_forgotten_rather_than_grow(monkeypatch):
+    from affine_attention.ops import api
+
+    forget_plans()
+    monkeypatch.setattr(api, "MAX_SIGNATURES", 3)
+    for length in range(1, 9):
+        x = torch.zeros(1, 1, length, 4)
+        attention(x, x, x)
+        assert len(api._runners) <= 3
+    forget_plans()

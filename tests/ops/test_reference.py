@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from affine_attention import attention, attention_weights
+from affine_attention.ops.call import AttentionCall
 from affine_attention.ops.reference import reference_attention, reference_weights
 from affine_attention.ops.validation import check_visibility
 from affine_attention.testing import Case, make_inputs
@@ -45,10 +46,10 @@ def test_equals_the_equation_in_loops(mechanism, visibility):
     query, key, value = (inputs.tensors[name] for name in ("query", "key", "value"))
     options = {"mask": None, "is_causal": False, "window": None, "segment_ids": None} | inputs.visible
     seen = check_visibility(query, key, **options)
-    out = reference_attention(query, key, value, **rows, visibility=seen, softmax_scale=0.7)
+    call = AttentionCall.of(query, key, value, **rows, visibility=seen, softmax_scale=0.7)
+    out = reference_attention(call)
     torch.testing.assert_close(out, loops(inputs.tensors, seen.dense(), 0.7), rtol=1e-12, atol=1e-12)
-    del rows["gate"]
-    weights = reference_weights(query, key, **rows, visibility=seen, softmax_scale=0.7)
+    weights = reference_weights(call)
     ungated = loops(inputs.tensors | {"gate": None}, seen.dense(), 0.7)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), ungated, rtol=1e-12, atol=1e-12)
 
