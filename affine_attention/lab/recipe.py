@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import types
@@ -176,6 +177,13 @@ class Recipe:
         if isinstance(values.get("mechanism"), Mapping):
             values["mechanism"] = Mechanism.from_dict(dict(values["mechanism"]))
         return cls(**values)
+
+    def digest(self) -> str:
+        """Equal for equal settings, however they were written. Defaults do not enter, so that a later version with
+        more settings still knows its runs."""
+        usual = Recipe().to_dict()
+        changed = {key: value for key, value in self.to_dict().items() if value != usual[key]}
+        return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: Recipe) -> list[str]:
         """What other changes, one line a setting: `learning_rate: 0.001 -> 0.002`."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..lab.files import read_json
 from ..lab.recipe import Recipe
-from ..lab.run import RunFolder, read_json, write_json
+from ..lab.run import RunFolder, write_json
 from .live import LiveTable
 from .parallel import run_in_parallel
 from .plan import Job, Plan

@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 
+from affine_attention.lab.files import read_json, read_lines
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, describe_machine, open_run, read_json, read_lines, write_json
+from affine_attention.lab.run import RunFolder, describe_machine, open_run, write_json
 
 
 def test_json_is_strict_and_written_whole(tmp_path):

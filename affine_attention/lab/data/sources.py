@@ -66,6 +66,10 @@ class DocumentStream(Protocol):
         """Where the next document is; JSON."""
         ...
 
+    def check_place(self, place: Any) -> None:
+        """Raises ValueError for what `place` cannot have given."""
+        ...
+
 
 def find_sources(names: str | Path | Iterable[str | Path]) -> list[Source]:
     """The sources of these names; an error where a name leads nowhere or two lead to the same file."""
@@ -214,6 +218,10 @@ class CountedStream:
     def place(self) -> int:
         return self.count
 
+    def check_place(self, place: Any) -> None:
+        if type(place) is not int or not 0 <= place < 2**53:
+            raise ValueError(f"the position in {self.source.name} must be a number of documents, got {place!r}")
+
 
 class HubStream:
     """Documents of a streamed dataset; its place is the library's own."""
@@ -234,6 +242,10 @@ class HubStream:
 
     def place(self) -> Any:
         return json.loads(json.dumps(self.dataset.state_dict()))
+
+    def check_place(self, place: Any) -> None:
+        if not isinstance(place, dict):
+            raise ValueError(f"the position in {self.name} must be an object, got {type(place).__name__}")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, read_json, write_json
+from ..files import read_json
+from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, write_json
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
 from .perplexity import perplexity as measure_perplexity

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..run import RunFolder, is_there, open_run, read_bytes
+from ..files import is_there, read_bytes
+from ..run import RunFolder, open_run
 
 
 @dataclass

@@ -8,8 +8,6 @@ Everything that can be known to be wrong is an error before the first step. On m
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -20,20 +18,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from ..data import Corpus, check_same_data, prepare
 from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from ..estimate import make_utilisation
 from ..recipe import Recipe
-from ..run import SCHEMA, RunFolder, describe_machine, plain_numbers, read_json, write_json
+from ..run import SCHEMA, RunFolder, describe_machine, write_json
 from .arguments import training_arguments
-from .checkpoints import Checkpoints, check_room, sync
+from .checkpoints import Checkpoints, check_room, sync, temporary_name
 from .claim import check_folder, claim, open_run
+from .contents import check_contents
 from .guard import NotFiniteError, Stopped, StopSignals
 from .places import KeptPlaces
 from .progress import Progress, wants_progress
 from .state import whole_on_cpu
+from .steplog import StepLog
 from .student import build_student, check_fit, check_teacher, explain_attention
 from .trainer import DistillTrainer
 
@@ -131,9 +132,12 @@ def _train(
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
         check_same_data(run.manifest()["data"], corpus)
-    settings = read_json(run.recipe_file) if run.exists else recipe.to_dict()
-    identity = {"recipe": _digest(settings), "data": corpus.fingerprint}
-    checkpoints = Checkpoints(run.checkpoints, recipe.keep_checkpoints, identity)
+    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint}
+    check_place = text.check if isinstance(text, KeptPlaces) else None
+    checkpoints = Checkpoints(
+        run.checkpoints, recipe.keep_checkpoints, identity,
+        lambda path, step: check_contents(path, step, student, check_place),
+    )  # fmt: skip
     parameters = sum(parameter.numel() for parameter in student.parameters())
     if first:
         missing = max(recipe.keep_checkpoints + 1 - len(checkpoints.steps()), 1)
@@ -143,22 +147,25 @@ def _train(
     start = _from_rank_0(open_run(run, recipe, checkpoints, progress) if first else None)
     if recipe.compile:
         _compile_layers(student, teacher)
+    done = 0 if start is None else checkpoints.step_of(start)
+
+    def begin() -> None:
+        """Of rank 0. Nothing of an earlier session is changed before its checkpoint has been loaded."""
+        StepLog(run.log_file).rewind(done)
+        _write_manifest(run, corpus, arguments, parameters, attention)
+        run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
+
     signals = StopSignals()
     with _tensorboard_in(run.path / "tensorboard"):
         trainer = DistillTrainer(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
-            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step,
+            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step, on_ready=begin,
             utilisation=make_utilisation(
                 student, recipe.sequence_length, device, ranks, None if remembers else teacher
             ),
         )  # fmt: skip
     # Before this there is nothing to save, so a signal may do what it always does.
     with signals, closing(trainer.step_log):
-        if first:
-            done = 0 if start is None else checkpoints.step_of(start)
-            _write_manifest(run, corpus, trainer, parameters, attention)
-            trainer.step_log.rewind(done)
-            run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
         if start is None:
             trainer.train()
         else:
@@ -216,12 +223,14 @@ def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
     model = trainer.model
     state = {name: whole_on_cpu(tensor) for name, tensor in model.state_dict().items()} if _is_sharded(model) else None
     if trainer.is_world_process_zero():
-        beside = run.path / f".tmp-model-{os.getpid()}"
+        beside = run.path / temporary_name("model")
         try:
-            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
             model.save_pretrained(beside, state_dict=state)
             tokenizer.save_pretrained(beside)
             for path in (*beside.iterdir(), beside):
+                if path.is_file():
+                    path.chmod(0o666 & ~_umask())  # safetensors' writer makes files that only their owner can read
                 sync(path)
             if run.model.exists():
                 shutil.rmtree(run.model)
@@ -237,6 +246,13 @@ def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
             shutil.rmtree(beside, ignore_errors=True)
         run.add_event("finish", step=trainer.state.global_step, seconds=round(trainer.watch.seconds, 3))
     trainer.accelerator.wait_for_everyone()
+
+
+def _umask() -> int:
+    """The process's mask of permissions, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -324,11 +340,11 @@ def _compile_in_place(model: nn.Module) -> None:
 
 
 def _write_manifest(
-    run: RunFolder, corpus: Corpus, trainer: DistillTrainer, parameters: int, attention: dict[str, Any]
+    run: RunFolder, corpus: Corpus, arguments: TrainingArguments, parameters: int, attention: dict[str, Any]
 ) -> None:
     """What someone needs to know about the run; a resumed one keeps the facts of its start and adds a session."""
-    machine = describe_machine(trainer.args.device)
-    session = machine | {"ranks": trainer.args.world_size, "attention": attention}
+    machine = describe_machine(arguments.device)
+    session = machine | {"ranks": arguments.world_size, "attention": attention}
     if run.manifest_file.is_file():
         manifest = run.manifest()
         manifest["sessions"].append(session)
@@ -341,10 +357,6 @@ def _write_manifest(
             "sessions": [session],
         }  # fmt: skip
     write_json(run.manifest_file, manifest)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(plain_numbers(value), sort_keys=True).encode()).hexdigest()
 
 
 def _is_sharded(model: nn.Module) -> bool:
