@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
 from ..hf import STUDENTS, attach, is_attached, student
+from ..hf.loading import load_config
 from ..nn import AttentionMechanism
 from .distill.chunks import CHUNK_BYTES
-from .distill.teacher import model_folder
 from .recipe import Recipe
 
 # Dense bf16 peaks of the makers' data sheets, FLOP/s; a name is looked for in this order.
@@ -198,9 +198,9 @@ def meta_student(recipe: Recipe) -> Any:
     """The student's shapes, without its weights."""
     if recipe.student in STUDENTS:
         return student(recipe.student, recipe.mechanism, device="meta", **recipe.student_changes)
+    config = load_config(recipe.student, "student")
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(recipe.student, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model if is_attached(model) else attach(model, recipe.mechanism)
 
 
@@ -209,11 +209,11 @@ def meta_teacher(source: str) -> Any:
     config: Any = PUBLISHED.get(source)
     if config is None:
         try:
-            config = AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+            config = load_config(source, "teacher")
         except OSError:
             return None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _head_dim(config: Any) -> int:

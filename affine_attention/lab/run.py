@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..files import open_for_appending, read_lines, read_table, write_text
 from ..version import __version__
-from .files import open_for_appending, read_lines, read_table, write_text
 from .recipe import Recipe
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..lab.files import read_json
+from ..files import read_json
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder, write_json
 from .live import LiveTable

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from affine_attention.lab.files import read_json
+from affine_attention.files import read_json
 from affine_attention.lab.run import RunFolder
 
 RUNS = Path(__file__).parent / "30m"

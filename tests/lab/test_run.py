@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from affine_attention.lab.files import read_json, read_lines
+from affine_attention.files import read_json, read_lines
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder, describe_machine, open_run, write_json
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from affine_attention.lab.files import read_json
+from affine_attention.files import read_json
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
 from affine_attention.study import Job, Plan, run_study

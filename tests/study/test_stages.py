@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from affine_attention.lab.files import read_json
+from affine_attention.files import read_json
 from affine_attention.lab.run import RunFolder
 from affine_attention.study import Plan, run_study
 from affine_attention.study.stages import check_space

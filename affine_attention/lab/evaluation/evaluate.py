@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..files import read_json
+from ...files import read_json
+from ...hf.loading import load_model, load_tokenizer_of
+from ..device import choose_device
 from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, write_json
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
@@ -157,11 +159,7 @@ def locate(path_or_model: Any) -> tuple[Path | None, RunFolder | None]:
 def load(
     folder_or_model: Any, tokenizer: Any, *, device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[Any, Any]:
-    """(model, tokenizer). A folder's own code is never run: this package knows its classes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ... import hf  # noqa: F401  makes checkpoints with a mechanism known to AutoModelForCausalLM
-
+    """(model, tokenizer). A folder's own code is never run and its pickles are never read (hf/loading.py)."""
     wanted = _dtype("dtype", dtype)
     if not isinstance(folder_or_model, Path):
         if tokenizer is None:
@@ -172,12 +170,12 @@ def load(
                 "load it in that dtype, or pass autocast"
             )
         return folder_or_model, tokenizer
-    model: Any = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=wanted or "auto", trust_remote_code=False)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = choose_device(device)
+    model = load_model(folder_or_model, dtype=wanted or "auto").to(place)
     if tokenizer is None:
-        if not any((folder_or_model / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        tokenizer = load_tokenizer_of(folder_or_model)
+        if tokenizer is None:
             raise ValueError(f"tokenizer must be given: {folder_or_model} holds none")
-        tokenizer = AutoTokenizer.from_pretrained(folder_or_model, trust_remote_code=False)
     return model, tokenizer
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import is_there, read_lines
+from ...files import is_there, read_lines
 from ..run import RunFolder
 
 FIRST_STEP, LAST_STEP = 0, 500

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text
+from ...files import write_text
 from . import tables
 from .claim_tables import claims_html
 from .collect import Run, load_run, load_runs

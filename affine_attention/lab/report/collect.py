@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import is_there, read_bytes
+from ...files import is_there, read_bytes
 from ..run import RunFolder, open_run
 
 

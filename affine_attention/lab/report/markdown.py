@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..files import write_text
+from ...files import write_text
 from . import tables
 from .cells import Cell, Row, Table
 from .claim_tables import claim_tables

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import open_regular, read_json
+from ...files import open_regular, read_json
 from ..run import now, plain_numbers
 from .tensorfile import Written, write_bytes, write_tensors
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..files import TEMPORARY_FILE, open_for_appending
+from ...files import TEMPORARY_FILE, open_for_appending
 from ..recipe import Recipe
 from ..run import RunFolder, write_json
 from .checkpoints import Checkpoints, remove_temporary_folders

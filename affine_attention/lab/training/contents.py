@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import kind, read_table
+from ...files import kind, read_table
 
 ADAMW = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
 TRAINING_KEYS = {"optimizer", "scheduler", "seconds", "random", "stream"}

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from ..files import open_for_appending, read_lines, replacing
+from ...files import open_for_appending, read_lines, replacing
 from ..run import plain_numbers
 
 TIMING = ("tokens_per_second", "mfu", "seconds")  # what differs between two runs of the same numbers

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ... import explain
 from ...hf import STUDENTS, attach, is_attached, student
+from ...hf.loading import load_model
 from ...nn import AttentionMechanism
 from ..inspection.capture import mechanism_layers
 from ..recipe import Recipe
@@ -43,10 +43,7 @@ def _student_of_folder(recipe: Recipe) -> Any:
             f"student_changes must be empty for a student of a folder, whose configuration is fixed, got "
             f"{recipe.student_changes!r}"
         )
-    folder = Path(recipe.student)
-    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
-        folder = folder / "model"  # of a run
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    model = load_model(recipe.student, "student", dtype=torch.float32)
     if is_attached(model):
         own = mechanism_layers(model)[0].mechanism
         if own != recipe.mechanism:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ..data import Corpus, check_same_data, prepare
+from ..device import choose_device
 from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from ..estimate import make_utilisation
@@ -256,19 +257,13 @@ def _umask() -> int:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device must be "cpu" or "cuda", got {str(device)!r}')
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r} needs a CUDA GPU, and torch sees none; use cpu")
-    if device.index:
+    chosen = choose_device(device)
+    if chosen.index:
         raise ValueError(
-            f"device={str(device)!r}: one process takes the first GPU that it sees; choose another with "
-            f"CUDA_VISIBLE_DEVICES={device.index}, or take several with torchrun"
+            f"device={str(chosen)!r}: one process takes the first GPU that it sees; choose another with "
+            f"CUDA_VISIBLE_DEVICES={chosen.index}, or take several with torchrun"
         )
-    return device
+    return chosen
 
 
 @contextmanager

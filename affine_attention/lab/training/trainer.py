@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from ...files import read_json
 from ...hf import RunningAlphaCallback
 from ...nn import discard_running_alpha
 from ..data import collate
-from ..files import read_json
 from ..inspection.capture import Probe
 from ..recipe import Recipe
 from ..run import RunFolder, plain_numbers

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from affine_attention.lab.files import read_json
+from affine_attention.files import read_json
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.steplog import TIMING

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from affine_attention.lab.files import (
+from affine_attention.files import (
     open_for_appending,
     read_bytes,
     read_json,
