@@ -15,8 +15,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 COMPRESSED = ".xz"
 LARGEST_JSON = 128 * 2**20  # bytes of one JSON document, decompressed
@@ -26,13 +27,23 @@ PIECE = 2**20
 TEMPORARY_FILE = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)(-[0-9a-f]{8})?\.tmp")
 
 
+def expanded(path: str | Path, what: str) -> Path:
+    """The path with `~` replaced by a home folder; an empty one or a home that is nobody's is refused."""
+    if not str(path).strip():
+        raise ValueError(f"{what} must be named, got an empty name; is a variable unset?")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{what} {str(path)!r} names a home folder that does not exist; write the path out") from None
+
+
 def is_there(path: Path) -> bool:
     """True for a file of a run, plain or compressed."""
     return path.is_file() or path.with_name(path.name + COMPRESSED).is_file()
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[IO[bytes]]:
+def open_regular(path: Path) -> Iterator[BufferedReader]:
     """A regular file, opened for reading; a pipe, a socket or a device is refused instead of waited for."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -115,7 +126,7 @@ def kind(value: Any) -> str:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`; when the block ends well it is on the disk and takes the place of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -136,7 +147,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
-def open_for_appending(path: Path) -> IO[bytes]:
+def open_for_appending(path: Path) -> BinaryIO:
     """A file to add lines to, unbuffered; a link in its place is refused."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -153,7 +164,7 @@ def _at_most(content: bytes, limit: int, path: Path) -> bytes:
     return content
 
 
-def _unpacked(file: IO[bytes], limit: int, path: Path) -> bytes:
+def _unpacked(file: BinaryIO, limit: int, path: Path) -> bytes:
     """Piece by piece: a few kilobytes can claim to be gigabytes."""
     parts, size = list[bytes](), 0
     machine = lzma.LZMADecompressor(memlimit=UNPACKING)

@@ -103,6 +103,10 @@ def open_run(path: Path | str) -> RunFolder:
     if not run.path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; give the folder that `affine train` wrote")
     if not run.exists:
+        if os.path.lexists(run.recipe_file):
+            raise ValueError(
+                f"{run.recipe_file} must be a regular file, got a folder, a pipe, a device or a broken link"
+            )
         raise FileNotFoundError(f"{path} holds no run: there is no recipe.json in it")
     return run
 

@@ -26,6 +26,7 @@ def run_study(
     quiet: bool | None = None,
     parallel: int = 1,
     keep_weights: bool = True,
+    cache: Path | str | None = None,
 ) -> Path:
     """Runs what is missing of a plan in the folder `out`, and writes `out/report.html`.
 
@@ -39,6 +40,7 @@ def run_study(
         quiet: True shows no table.
         parallel: students that run at the same time, each in a process of its own.
         keep_weights: False deletes a student's weights and checkpoints when it has been evaluated and inspected.
+        cache: where tokenized text is kept; by default the user's cache folder.
     """
     from ..lab.report import report
 
@@ -56,10 +58,11 @@ def run_study(
     check_earlier_runs(jobs, out)
     check_space(jobs, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
-    work = StudentWork(plan, out, device, keep_weights)
+    work = StudentWork(plan, out, device, keep_weights, cache)
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
         if teacher is not None:
-            _train(jobs.pop(0), out, table, device)
+            _train(jobs.pop(0), out, table, device, cache)
+            check_teacher_of_runs(jobs, out)
             table.finish("teacher")
         if parallel > 1 and len(jobs) > 1:
             run_in_parallel(jobs, work, parallel, table)
@@ -77,6 +80,7 @@ class StudentWork:
     out: Path
     device: str | None
     keep_weights: bool
+    folder: Path | str | None = None  # of the cache on disk
     cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, made once for all
 
     def __call__(self, job: Job, table: Table) -> None:
@@ -85,7 +89,7 @@ class StudentWork:
         disable_progress_bar()  # transformers has one for each of the models that it loads
         run = RunFolder(self.out / job.name)
         if not is_done(run):
-            _train(job, self.out, table, self.device)
+            _train(job, self.out, table, self.device, self.folder)
         if run.finished:  # its weights are there
             _evaluate(self.plan, job, self.out, table, self.device, self.cache)
             _inspect(job, self.out, table, self.device)
@@ -141,6 +145,23 @@ def check_earlier_runs(jobs: list[Job], out: Path) -> None:
         )
 
 
+def check_teacher_of_runs(jobs: list[Job], out: Path) -> None:
+    """Refuses to go on when the study's teacher is not the one that its earlier students learned from."""
+    from ..lab.fingerprint import fingerprint_source
+
+    now = fingerprint_source(out / "teacher" / "model")
+    for job in jobs:
+        run = RunFolder(out / job.name)
+        if job.recipe.teacher is None or not run.manifest_file.is_file():
+            continue
+        before = run.manifest().get("teacher")
+        if before is not None and before != now:
+            raise ValueError(
+                f"{run.path} learned from another teacher than {out / 'teacher'} holds now (sha256 {before}, now "
+                f"{now}), so the students would not compare; bring the old weights back, or take another --out"
+            )
+
+
 def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
     """Refuses before the first step when the runs cannot fit on the disk; `at_once`: so many weights at a time."""
     sizes = sorted((_bytes_of(job.recipe) for job in jobs if not is_done(RunFolder(out / job.name))), reverse=True)
@@ -162,14 +183,17 @@ def _bytes_of(recipe: Recipe) -> int:
     return weights + 3 * weights * (recipe.keep_checkpoints + 1)
 
 
-def _train(job: Job, out: Path, table: Table, device: str | None) -> None:
+def _train(job: Job, out: Path, table: Table, device: str | None, cache: Path | str | None) -> None:
     from ..lab.training import train
 
     run = RunFolder(out / job.name)
     if run.finished:
         return
     table.start(job.name, "trains")
-    train(job.recipe, run.path, quiet=True, device=device, on_step=lambda record: table.step(job.name, record))
+    train(
+        job.recipe, run.path, quiet=True, device=device, cache=cache,
+        on_step=lambda record: table.step(job.name, record),
+    )  # fmt: skip
 
 
 def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None, cache: Any) -> None:

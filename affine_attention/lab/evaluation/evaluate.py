@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from ...files import read_json
 from ...hf.loading import load_model, load_tokenizer_of
 from ..device import choose_device
+from ..fingerprint import fingerprint_folder, fingerprint_model
 from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, write_json
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
@@ -83,7 +83,7 @@ def evaluate(
     folder, run = locate(path_or_model)
     documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
     model, tokenizer = load(folder or path_or_model, tokenizer, device=device, dtype=dtype)
-    identity = fingerprint_model(model) if folder is None else fingerprint_weights(folder)
+    identity = fingerprint_model(model) if folder is None else fingerprint_folder(folder)
 
     numerics = {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -217,28 +217,6 @@ def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None
         return None if run is None else run.evaluation_file
     path = Path(output)
     return path if path.suffix == ".json" and not path.is_dir() else path / "evaluation.json"
-
-
-def fingerprint_weights(folder: Path) -> str:
-    """Changes when a checkpoint does: of its configuration, and of the size and both ends of each file of weights."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            digest.update(f"{path.name} {size} ".encode() + file.read(2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-def fingerprint_model(model: Any) -> str:
-    """The same for a loaded model: of the shapes and some values of its tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + some.tobytes())
-    return digest.hexdigest()
 
 
 def _chosen_tasks(

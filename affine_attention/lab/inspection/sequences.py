@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files import expanded
 from ..data import heldout_documents, read_documents
 from ..data.packing import as_example
 from ..data.tokenizer import DocumentEncoder
@@ -81,11 +82,12 @@ def _items(text: Any, recipe: Recipe | None) -> tuple[str, Iterator[Any]]:
     if text is None:
         return _held_out(recipe)
     if isinstance(text, str | Path):
-        if not Path(text).expanduser().exists():
+        path = expanded(text, "text")
+        if not path.exists():
             raise FileNotFoundError(
                 f"text must be a file or folder that exists, got {str(text)!r}; give words as a list of documents"
             )
-        return str(text), iter(read_documents(Path(text).expanduser(), text_column=column))
+        return str(text), iter(read_documents(path, text_column=column))
     if isinstance(text, Tensor):
         rows = text if text.dim() == 2 else text[None]
         return "token ids", iter(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ... import explain
 from ...hf import STUDENTS, attach, is_attached, student
 from ...hf.loading import load_model
 from ...nn import AttentionMechanism
+from ..estimate import meta_student
 from ..inspection.capture import mechanism_layers
 from ..recipe import Recipe
 
@@ -24,6 +26,7 @@ def build_student(recipe: Recipe) -> Any:
     alone: the plain model draws its weights first, W_a and W_g after it, and always on the CPU.
     """
     if recipe.student in STUDENTS:
+        check_size(recipe)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             return student(recipe.student, recipe.mechanism, device="cpu", **recipe.student_changes)
@@ -34,6 +37,17 @@ def build_student(recipe: Recipe) -> Any:
             f"student must be one of {', '.join(STUDENTS)}, or a folder with a model, got {recipe.student!r}{hint}"
         )
     return _student_of_folder(recipe)
+
+
+def check_size(recipe: Recipe) -> None:
+    """Refuses sizes that cannot be built, or whose weights do not fit into memory, before they are built."""
+    needed = 4 * sum(parameter.numel() for parameter in meta_student(recipe).parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"student {recipe.student!r} with student_changes {str(recipe.student_changes)[:300]} has weights of "
+            f"{needed / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f} GiB of memory; make it smaller"
+        )
 
 
 def _student_of_folder(recipe: Recipe) -> Any:

@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from ...visible import printable
 from ..data import Corpus, check_same_data, prepare
 from ..device import choose_device
 from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from ..estimate import make_utilisation
+from ..fingerprint import fingerprint_model, fingerprint_source
 from ..recipe import Recipe
 from ..run import SCHEMA, RunFolder, describe_machine, write_json
 from .arguments import training_arguments
@@ -80,7 +82,7 @@ def train(
     check_folder(run, recipe, resume)
     if run.finished:
         if first:
-            print(f"{run.path} is finished: its model is in {run.model}", file=sys.stderr)
+            print(printable(f"{run.path} is finished: its model is in {run.model}"), file=sys.stderr)
         return run.path
     with claim(run, first), _hushed():
         progress = Progress(recipe.steps, wants_progress(quiet) and first, recipe.name)
@@ -115,14 +117,15 @@ def _train(
             "accelerate launch"
         )
     first, device = arguments.process_index == 0, arguments.device
-    corpus = load_corpus(recipe, cache)
+    sources = recipe.located(run.path)
+    corpus = load_corpus(sources, cache)
     text: Any = corpus.train_dataset(recipe.steps * recipe.global_batch, recipe.data_seed)
     if corpus.streaming:
         text = KeptPlaces(text, recipe.global_batch)
     heldout = corpus.heldout_dataset()
     student = build_student(recipe)
     check_fit(recipe, student, corpus.vocabulary_size)
-    teacher = _load_teacher(recipe, student, device)
+    teacher = _load_teacher(sources, student, device)
     remembers = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if remembers:
         text = remember(
@@ -133,7 +136,10 @@ def _train(
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
         check_same_data(run.manifest()["data"], corpus)
-    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint}
+    teacher_is = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
+    if run.exists and run.manifest_file.is_file():
+        check_same_teacher(run, sources, teacher_is)
+    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_is}
     check_place = text.check if isinstance(text, KeptPlaces) else None
     checkpoints = Checkpoints(
         run.checkpoints, recipe.keep_checkpoints, identity,
@@ -153,7 +159,7 @@ def _train(
     def begin() -> None:
         """Of rank 0. Nothing of an earlier session is changed before its checkpoint has been loaded."""
         StepLog(run.log_file).rewind(done)
-        _write_manifest(run, corpus, arguments, parameters, attention)
+        _write_manifest(run, corpus, arguments, parameters, attention, teacher_is)
         run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
 
     signals = StopSignals()
@@ -181,6 +187,16 @@ def _train(
     return run.path
 
 
+def check_same_teacher(run: RunFolder, recipe: Recipe, now: str | None) -> None:
+    """Refuses to go on with a teacher whose weights were replaced since the run began."""
+    before = run.manifest().get("teacher")
+    if before != now:
+        raise ValueError(
+            f"the weights of the teacher {recipe.teacher!r} are not those that {run.path} began with (sha256 {before}, "
+            f"now {now}); bring the old weights back to resume, or start a new run"
+        )
+
+
 def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
     """The data of a recipe: read, tokenized and packed, or found in the cache."""
     if not recipe.data:
@@ -193,6 +209,7 @@ def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
         tokenizer=recipe.tokenizer if recipe.tokenizer is not None else _teacher_tokenizer(recipe),
         vocabulary_size=recipe.vocabulary_size,
         document_boundaries=recipe.document_boundaries,
+        special_tokens=recipe.special_tokens,
         heldout=recipe.heldout,
         text_column=recipe.text_column,
         streaming=recipe.streaming,
@@ -335,7 +352,12 @@ def _compile_in_place(model: nn.Module) -> None:
 
 
 def _write_manifest(
-    run: RunFolder, corpus: Corpus, arguments: TrainingArguments, parameters: int, attention: dict[str, Any]
+    run: RunFolder,
+    corpus: Corpus,
+    arguments: TrainingArguments,
+    parameters: int,
+    attention: dict[str, Any],
+    teacher: str | None,
 ) -> None:
     """What someone needs to know about the run; a resumed one keeps the facts of its start and adds a session."""
     machine = describe_machine(arguments.device)
@@ -347,6 +369,7 @@ def _write_manifest(
         manifest = {"schema": SCHEMA} | session | {
             "parameters": parameters,
             "data": corpus.manifest,
+            "teacher": teacher,
             "train_tokens": corpus.stats["tokens"],
             "heldout_tokens": corpus.stats["heldout_tokens"],
             "sessions": [session],

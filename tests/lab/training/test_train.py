@@ -339,6 +339,22 @@ def test_changed_or_vanished_data_is_named_on_resume(tmp_path):
     assert [e["event"] for e in RunFolder(tmp_path / "run").events()].count("error") == 2
 
 
+def test_a_teacher_that_was_replaced_is_noticed_on_resume(place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    teacher = shutil.copytree(place.teacher(), tmp_path / "teacher")
+    recipe = place.recipe(teacher=str(teacher))
+    run = RunFolder(place.train(tmp_path / "run", recipe))
+    shutil.rmtree(run.model)
+    weights = {name: tensor.clone() for name, tensor in load_file(teacher / "model" / "model.safetensors").items()}
+    weights["model.norm.weight"][7] += 1e-3
+    save_file(weights, teacher / "model" / "model.safetensors", {"format": "pt"})
+    log = run.log_file.read_bytes()
+    with pytest.raises(ValueError, match=r"weights of the teacher .* are not those"):
+        place.train(tmp_path / "run", recipe)
+    assert run.log_file.read_bytes() == log
+
+
 def test_what_does_not_fit_is_refused_before_the_first_step(place, tmp_path):
     refused = {
         "student_changes.vocab_size=": {"student_changes": STUDENT | {"vocab_size": 300}},
