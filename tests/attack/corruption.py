@@ -28,6 +28,7 @@ class Corruption:
     """A run of 6 steps that was stopped at 5, with checkpoints of steps 2 and 4, and the whole one."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.recipe = tiny_recipe(write_text(folder / "text.txt"))
         self.whole = self.train(folder / "whole")

@@ -5,11 +5,13 @@ Every process is a fork of this one, which has imported everything and started n
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from affine_attention.lab.run import RunFolder
@@ -21,6 +23,7 @@ from tests.lab.training.runs import STUDENT, differences, log_without_timing
 from .tally import Battery
 
 KILLS, OPERATIONS, SIGNALS, STUDIES = 100, 90, 70, 39
+JOBS = 2  # processes at a time
 
 
 def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:
@@ -30,34 +33,53 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
     left = ends - begin
     moments = [numbers.uniform(0, crashes.seconds * 0.45) for _ in range(_count(KILLS, share))]
     battery.deadline = begin + left * 0.35
-    battery.run(
-        "kill -9 at a random moment", (lambda n=n, s=s: crashes.kill_after(n, s) for n, s in enumerate(moments))
-    )
+    _share(battery, folder, "kill -9 at a random moment", crashes.kill_after, list(enumerate(moments)))
     battery.deadline = begin + left * 0.65
-    battery.run("kill -9 before a file operation", _at_operations(crashes, _count(OPERATIONS, share)))
+    operations = _operations(crashes, _count(OPERATIONS, share))
+    _share(battery, folder, "kill -9 before a file operation", crashes.kill_at_operation, operations)
     battery.deadline = begin + left * 0.85
     several = [
         (number, numbers.choice((signal.SIGTERM, signal.SIGINT)), numbers.uniform(0, crashes.seconds))
         for number in range(_count(SIGNALS, share))
     ]
-    battery.run("SIGTERM or Ctrl-C at a random moment", (lambda a=a: _signalled(crashes, *a) for a in several))
+    _share(battery, folder, "SIGTERM or Ctrl-C at a random moment", lambda *a: _signalled(crashes, *a), several)
     battery.deadline = ends
     study = StoppedStudies(crashes.folder, crashes.recipe.data[0])
     stops = [(number, numbers.random()) for number in range(_count(STUDIES, share))]
-    battery.run("a study stopped at a random moment", (lambda a=a: study.stop(*a) for a in stops))
+    _share(battery, folder, "a study stopped at a random moment", study.stop, stops)
 
 
 def _count(most: int, share: float) -> int:
     return max(2, round(most * share))
 
 
-def _at_operations(crashes: Crashes, count: int):
+def _share(battery: Battery, folder: Path, what: str, work: Callable[..., str | None], tasks: Sequence[tuple]) -> None:
+    """Attacks in JOBS processes at a time, until the tasks or the time of the battery are used up."""
+
+    def do_share(number: int) -> None:
+        own = Battery(battery.name, battery.deadline)
+        row = own.run(what, ((lambda a=a: work(*a)) for a in tasks[number::JOBS]))
+        (folder / f"share-{number}.json").write_text(json.dumps([row.tried, row.failures]))
+
+    children = [run_in_fork(lambda n=n: do_share(n), folder / f"share-{n}.txt") for n in range(JOBS)]
+    row = battery.run(what, ())
+    for number, child in enumerate(children):
+        if exit_code(child):
+            row.tried += 1
+            row.failures.append(f"{what}: {(folder / f'share-{number}.txt').read_text()[-500:]}")
+            continue
+        tried, failures = json.loads((folder / f"share-{number}.json").read_text())
+        row.tried, row.failures = row.tried + tried, row.failures + failures
+
+
+def _operations(crashes: Crashes, count: int) -> list[tuple[str, int]]:
+    """(phase, number of the file operation), evenly spread."""
     chosen = []
     for phase in ("start", "save", "finish"):
         total = len(crashes.operations(phase))
         step = max(total * 3 // count, 1)
         chosen += [(phase, number) for number in range(1, total + 1, step)]
-    return (lambda a=a: crashes.kill_at_operation(*a) for a in chosen)
+    return chosen
 
 
 def _signalled(crashes: Crashes, number: int, which: int, seconds: float) -> str | None:

@@ -23,10 +23,10 @@ ATTACKS = {
 def test_a_part_of_the_battery_survives(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTACK_WITHOUT_BROWSER", "1")  # test_chromium.py has one
     monkeypatch.chdir(tmp_path)
-    battery = Battery(name, time.monotonic() + 20)
+    battery = Battery(name, time.monotonic() + 12)
     ATTACKS[name](battery, tmp_path / "attack", 7, SHARES[name])
     assert [line for row in battery.rows for line in row.failures] == []
-    assert sum(row.tried for row in battery.rows) >= 5
+    assert sum(row.tried for row in battery.rows) >= 3
 
 
 def test_the_table_counts_and_names_what_fell_short():

@@ -118,7 +118,7 @@ class DocumentEncoder:
         """Ids of each document. No more text than one batch is encoded at a time, however long a document is."""
         pieces = [_pieces(text) for text in texts]
         flat = (piece for document in pieces for piece in document)
-        found = (ids for batch in batched(flat) for ids in self._encode(batch))
+        found = (ids for batch in batched(flat, BATCH_CHARACTERS) for ids in self._encode(batch))
         ends = np.asarray(self.first, self.dtype), np.asarray(self.tail, self.dtype)
         return [np.concatenate([ends[0], *(next(found) for _ in document), ends[1]]) for document in pieces]
 

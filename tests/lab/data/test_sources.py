@@ -177,3 +177,24 @@ def test_the_text_that_ships_with_the_package():
     assert len(documents) > 100
     with pytest.raises(ValueError, match="embedded:gutenberg"):
         list(read_documents("embedded:shakespeare"))
+
+
+def test_links_in_a_circle_end(tmp_path):
+    folder = tmp_path
+    for name in "abc":
+        folder = folder / name
+        folder.mkdir()
+        (folder / "text.txt").write_text(name)
+        for link in range(4):
+            (folder / f"loop-{link}").symlink_to(tmp_path)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "text.txt").write_text("not seen")
+    for pattern in (str(tmp_path / "**" / "*.txt"), str(tmp_path)):
+        assert sorted(read_documents(pattern)) == ["a", "b", "c"]
+
+
+def test_a_device_is_said_to_be_one():
+    with pytest.raises(ValueError, match="/dev/zero is neither a file nor a folder"):
+        find_sources("/dev/zero")
+    with pytest.raises(ValueError, match="got an empty name"):
+        find_sources("")
