@@ -7,6 +7,7 @@ a minute, and leaves what is not its own alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -58,16 +59,16 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
             for p in pairs[: round(SETTINGS * share)]
         ),
     )
+    others = list(_commands(folder, precious))
+    battery.run(
+        "a hostile path or data file", (lambda c=c: command(c) for c in others[: max(6, round(len(others) * share))])
+    )
     good = make_run(folder / "good", "softmax", steps=20)
     cases = [*itertools.product(NAMES, range(len(CONTENTS))), *((name, kind) for name in NAMES for kind in KINDS)]
     numbers.shuffle(cases)
     battery.run(
         "a hostile file of a run",
         (lambda c=c: run_file(folder, good, *c) for c in cases[: round(FILES * share)]),
-    )
-    others = list(_commands(folder, precious))
-    battery.run(
-        "a hostile path or data file", (lambda c=c: command(c) for c in others[: max(6, round(len(others) * share))])
     )
     battery.run("foreign files stay", [lambda: None if (precious / ".tmp-notes").exists() else "deleted foreign data"])
 
@@ -111,8 +112,10 @@ def run_file(folder: Path, good: Path, name: str, content: int | str) -> str | N
     return fault
 
 
-def _bomb(path: Path) -> None:
-    path.with_name(path.name + ".xz").write_bytes(lzma.compress(bytes(700 * 2**20), preset=0))
+@functools.cache
+def bomb() -> bytes:
+    """A few kilobytes that expand to more than any file of a run may have."""
+    return lzma.compress(bytes(700 * 2**20), preset=0)
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -121,7 +124,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a link to itself": lambda path: path.symlink_to(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a torn archive": lambda path: path.with_name(path.name + ".xz").write_bytes(lzma.compress(b"{}" * 99)[:-9]),
-    "an archive that expands": _bomb,
+    "an archive that expands": lambda path: path.with_name(path.name + ".xz").write_bytes(bomb()),
 }
 
 

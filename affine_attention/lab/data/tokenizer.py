@@ -60,7 +60,8 @@ def train_tokenizer(documents: Iterable[str], vocabulary_size: int) -> PreTraine
         vocab_size=vocabulary_size, special_tokens=[SEPARATOR], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    backend.train_from_iterator(documents, trainer)
+    # In pieces: the library holds every word of a text with its place while it is split.
+    backend.train_from_iterator((piece for text in documents for piece in _pieces(text)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR)
 
 

@@ -6,7 +6,6 @@ metrics.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...files import replacing
 from ...hf import attach, is_attached
 from ...hf.loading import load_model, load_tokenizer_of
 from ..device import choose_device
@@ -199,14 +199,9 @@ def write(result: dict[str, Any], maps: dict[int, Tensor], folder: Path) -> None
     from safetensors.torch import save
 
     run = RunFolder(folder)
-    run.maps_file.parent.mkdir(parents=True, exist_ok=True)
-    beside = run.maps_file.with_name(f".{run.maps_file.name}.{os.getpid()}.tmp")
-    try:
-        tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
-        beside.write_bytes(save(tensors))  # save_file would leave a file that only its owner can read
-        os.replace(beside, run.maps_file)
-    finally:
-        beside.unlink(missing_ok=True)
+    tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
+    with replacing(run.maps_file) as file:
+        file.write(save(tensors))  # save_file would leave a file that only its owner can read
     write_json(run.inspection_file, result)
 
 

@@ -175,3 +175,10 @@ def test_a_long_document_is_encoded_in_pieces(monkeypatch):
 def test_a_vocabulary_has_a_largest_size(size):
     with pytest.raises(ValueError, match="must be at most"):
         train_tokenizer(["a"], size)
+
+
+def test_a_long_document_trains_the_same_tokenizer_in_pieces(monkeypatch):
+    text = "".join(f"some words of line {n % 7}\n" for n in range(300))
+    whole = train_tokenizer([text], 300)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 500)
+    assert train_tokenizer([text], 300).get_vocab() == whole.get_vocab()
