@@ -24,11 +24,11 @@ from . import browser, corruption, crash, fuzz, hostile_files
 from .tally import Battery, Row, table
 
 BATTERIES = {  # (attack, share of the time)
-    "crash": (crash.attack, 0.50),
-    "corruption": (corruption.attack, 0.12),
-    "hostile files": (hostile_files.attack, 0.16),
-    "fuzz": (fuzz.attack, 0.18),
-    "browser": (browser.attack, 0.04),
+    "crash": (crash.attack, 0.70),
+    "corruption": (corruption.attack, 0.10),
+    "hostile files": (hostile_files.attack, 0.13),
+    "fuzz": (fuzz.attack, 0.05),
+    "browser": (browser.attack, 0.02),
 }
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- attack:begin -->", "<!-- attack:end -->"

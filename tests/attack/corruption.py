@@ -125,8 +125,6 @@ DAMAGES = (flip, cut, lose, add, swap, pipe)
 def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:
     corruption = Corruption(folder)
     numbers = random.Random(seed)
-    several = [(numbers.choice(DAMAGES), numbers.random(), number % 2 == 1) for number in range(round(DAMAGED * share))]
-    battery.run("a damaged checkpoint", (lambda a=a: corruption.damaged(*a) for a in several))
     cases = [*TENSORS, *STATES]
     numbers.shuffle(cases)
     forged = cases[: max(3, round(len(cases) * share))]
@@ -135,6 +133,8 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
         "a flipped bit in the cache",
         (lambda n=n: flipped_cache(folder / "bits", seed * 1000 + n) for n in range(round(FLIPPED * share))),
     )
+    several = [(numbers.choice(DAMAGES), numbers.random(), number % 2 == 1) for number in range(round(DAMAGED * share))]
+    battery.run("a damaged checkpoint", (lambda a=a: corruption.damaged(*a) for a in several))
 
 
 def flipped_cache(folder: Path, seed: int) -> str | None:

@@ -15,23 +15,23 @@ from affine_attention.testing import MAX_ERROR_RATIO, Case, _repeats, error_rati
 
 from .tally import Battery
 
-CALLS, REFUSALS = 7000, 400
+CALLS, REFUSALS = 12_000, 400
 
 
 def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:
     cases = grid_cases(seed=seed)
     numbers = random.Random(seed)
     several = [_random_case(numbers, cases) for _ in range(round(CALLS * share))]
+    battery.run(
+        "arguments that cannot be right",
+        (lambda n=n: refused(random.Random(seed * 10_007 + n)) for n in range(round(REFUSALS * share))),
+    )
     row = battery.run("a random call beside fp64", ())
     for case in several:
         if time.monotonic() > battery.deadline or row.tried >= CALLS * share:
             break
         battery.note(row, lambda c=case: compare(c))
         row.tried += _repeats(case) - 1  # error_ratios calls it as often, each time with other numbers
-    battery.run(
-        "arguments that cannot be right",
-        (lambda n=n: refused(random.Random(seed * 10_007 + n)) for n in range(round(REFUSALS * share))),
-    )
 
 
 def _random_case(numbers: random.Random, cases: list[Case]) -> Case:
