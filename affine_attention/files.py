@@ -1,8 +1,8 @@
 """Reads files that may be hostile and writes files that others can rely on: bounded, regular files, whole or absent.
 
 Reading takes regular files only (a pipe or a device in a file's place would block or never end), stops at a limit, also
-while it decompresses, and reports what is wrong in one sentence that names the file. Writing goes to a new file with an
-unpredictable name, which cannot be a link that somebody has put there, and renames it when it is on the disk.
+while it decompresses, and reports what is wrong in one sentence that names the file. Writing creates a file with an
+unpredictable name, so that an existing link is never written through, and renames it when it is on the disk.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .names import check_name
 BESIDE = "beside:"  # before a teacher's path that is relative to the run's folder
 MOST_CHANGES = 200  # settings of a student's configuration
 MOST_FILES = 100_000  # names of data
-LARGEST_COUNT = 2**40  # steps, batches and lengths beyond it are a slip of the pen
+LARGEST_COUNT = 2**40  # steps, batches and lengths beyond it are typing errors
 
 
 def _setting(default: Any, help: str) -> Any:

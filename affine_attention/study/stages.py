@@ -62,8 +62,8 @@ def run_study(
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
         if teacher is not None:
             _train(jobs.pop(0), out, table, device, cache)
-            check_teacher_of_runs(jobs, out)
             table.finish("teacher")
+        check_teacher_of_runs(jobs, out)
         if parallel > 1 and len(jobs) > 1:
             run_in_parallel(jobs, work, parallel, table)
         else:
@@ -146,19 +146,22 @@ def check_earlier_runs(jobs: list[Job], out: Path) -> None:
 
 
 def check_teacher_of_runs(jobs: list[Job], out: Path) -> None:
-    """Refuses to go on when the study's teacher is not the one that its earlier students learned from."""
+    """Refuses to go on when a teacher is not the one that earlier students of the study learned from."""
     from ..lab.fingerprint import fingerprint_source
 
-    now = fingerprint_source(out / "teacher" / "model")
+    now: dict[str, str | None] = {}
     for job in jobs:
         run = RunFolder(out / job.name)
-        if job.recipe.teacher is None or not run.manifest_file.is_file():
+        teacher = job.recipe.located(run.path).teacher
+        if teacher is None or not run.manifest_file.is_file():
             continue
         before = run.manifest().get("teacher")
-        if before is not None and before != now:
+        if teacher not in now:
+            now[teacher] = fingerprint_source(teacher) or before  # of a hub name, the first student's
+        if before != now[teacher]:
             raise ValueError(
-                f"{run.path} learned from another teacher than {out / 'teacher'} holds now (sha256 {before}, now "
-                f"{now}), so the students would not compare; bring the old weights back, or take another --out"
+                f"{run.path} learned from another teacher than {teacher} is now (sha256 {before}, now {now[teacher]}), "
+                "so the students would not compare; bring the old weights back, or take another --out"
             )
 
 

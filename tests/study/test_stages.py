@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,17 @@ def test_a_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
     with pytest.raises(ValueError, match="learned from another teacher"):
         run_study(plan, moved, device="cpu", quiet=True)
     assert not (moved / "affine_gated-seed0").exists()
+
+
+def test_a_given_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(out / "teacher" / "model", teacher)
+    given = replace(plan, settings={**plan.settings, "teacher": str(teacher)}, mechanisms=("softmax",), perplexity={})
+    run_study(given, tmp_path / "study", device="cpu", quiet=True)
+    weights = teacher / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match="learned from another teacher"):
+        run_study(replace(given, mechanisms=("softmax", "affine")), tmp_path / "study", device="cpu", quiet=True)
+    assert not (tmp_path / "study" / "affine-seed0").exists()

@@ -198,7 +198,7 @@ def load_runs(
         try:
             run = load_run(path)
         except (ValueError, OSError) as error:
-            # A folder that holds no run at all is a slip of the pen.
+            # A folder without any run is a wrong path, not an unreadable run.
             if unreadable is None or len(several) == 1 or isinstance(error, FileNotFoundError):
                 raise
             unreadable[str(path)] = str(error)

@@ -203,7 +203,7 @@ class Checkpoints:
 
 
 def temporary_name(name: str) -> str:
-    """A name that nobody can have put a link at before: `.tmp-step-00000100-8242-1f0c2ab9`."""
+    """An unpredictable name, so that no link can exist under it: `.tmp-step-00000100-8242-1f0c2ab9`."""
     return f"{TEMPORARY}{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
