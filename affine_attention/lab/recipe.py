@@ -176,6 +176,8 @@ class Recipe:
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
         """(sequences per device, accumulation steps) on so many ranks; an error with the right numbers otherwise."""
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
         if self.global_batch % ranks:
             fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(

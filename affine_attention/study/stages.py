@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import read_json
+from ..files import read_table
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder, write_json
 from .live import LiveTable
@@ -204,10 +204,10 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
 
     run = RunFolder(out / job.name)
     wanted = {"heldout", *plan.perplexity}
-    known = read_json(run.evaluation_file) if run.evaluation_file.exists() else {}
-    missing_sets = wanted - set(known.get("perplexity", {}))
+    known = read_table(run.evaluation_file) if run.evaluation_file.exists() else {}
+    missing_sets = wanted - set(known.get("perplexity") or {})
     names = DEFAULT_TASKS if plan.tasks == ("paper",) else plan.tasks or ()
-    missing_tasks = [task for task in names if task not in known.get("tasks", {})]
+    missing_tasks = [task for task in names if task not in (known.get("tasks") or {})]
     if not missing_sets and not missing_tasks:
         return
     table.start(job.name, "evaluates")
@@ -235,4 +235,7 @@ def _heldout_perplexity(folder: Path) -> float | None:
     run = RunFolder(folder)
     if not run.evaluation_file.exists():
         return None
-    return read_json(run.evaluation_file)["perplexity"].get("heldout", {}).get("token")
+    found: Any = read_table(run.evaluation_file)
+    for key in ("perplexity", "heldout", "token"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, float) else None

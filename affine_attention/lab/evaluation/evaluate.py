@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ...files import read_json
+from ...files import kind, read_table
 from ...hf.loading import load_model, load_tokenizer_of
 from ..device import choose_device
 from ..fingerprint import fingerprint_folder, fingerprint_model
@@ -76,6 +76,8 @@ def evaluate(
         raise ValueError(f'engine must be "harness" or "direct", got {engine!r}')
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit must be None or an integer of at least 1, got {limit!r}")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
     cache = {} if cache is None else cache
     texts = _named_texts(perplexity)
     chosen = _chosen_tasks(tasks, task_data, engine, bool(texts))
@@ -205,11 +207,15 @@ def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[s
     """New results over those that the file has, unless it was made of other weights."""
     if target is None or not target.is_file():
         return results
-    old = read_json(target)
-    if old.get("made", {}).get("model") != identity:
+    old = read_table(target)
+    parts = {part: old.get(part) or {} for part in ("made", "perplexity", "tasks")}
+    for part, found in parts.items():
+        if not isinstance(found, dict):
+            raise ValueError(f"{target}: {part} must be an object, got {kind(found)}; was it edited? Move it away")
+    if parts["made"].get("model") != identity:
         warnings.warn(f"{target} was made of other weights: its results are replaced", stacklevel=3)
         return results
-    return {part: old.get(part, {}) | results[part] for part in ("perplexity", "tasks")}
+    return {part: parts[part] | results[part] for part in ("perplexity", "tasks")}
 
 
 def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None:

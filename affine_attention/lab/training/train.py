@@ -135,7 +135,7 @@ def _train(
         )  # fmt: skip
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
-        check_same_data(run.manifest()["data"], corpus)
+        check_same_data(manifest_part(run, "data", dict), corpus)
     teacher_is = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
     if run.exists and run.manifest_file.is_file():
         check_same_teacher(run, sources, teacher_is)
@@ -158,8 +158,8 @@ def _train(
 
     def begin() -> None:
         """Of rank 0. Nothing of an earlier session is changed before its checkpoint has been loaded."""
-        StepLog(run.log_file).rewind(done)
         _write_manifest(run, corpus, arguments, parameters, attention, teacher_is)
+        StepLog(run.log_file).rewind(done)
         run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
 
     signals = StopSignals()
@@ -195,6 +195,15 @@ def check_same_teacher(run: RunFolder, recipe: Recipe, now: str | None) -> None:
             f"the weights of the teacher {recipe.teacher!r} are not those that {run.path} began with (sha256 {before}, "
             f"now {now}); bring the old weights back to resume, or start a new run"
         )
+
+
+def manifest_part(run: RunFolder, key: str, kind: type) -> Any:
+    """One part of manifest.json; an error names the file where it is missing or of another kind."""
+    found = run.manifest().get(key)
+    if not isinstance(found, kind):
+        words = "an object" if kind is dict else "a list"
+        raise ValueError(f"{run.manifest_file} must have {key} as {words}; put the old file back, or start a new run")
+    return found
 
 
 def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
@@ -363,8 +372,7 @@ def _write_manifest(
     machine = describe_machine(arguments.device)
     session = machine | {"ranks": arguments.world_size, "attention": attention}
     if run.manifest_file.is_file():
-        manifest = run.manifest()
-        manifest["sessions"].append(session)
+        manifest = run.manifest() | {"sessions": [*manifest_part(run, "sessions", list), session]}
     else:
         manifest = {"schema": SCHEMA} | session | {
             "parameters": parameters,

@@ -300,6 +300,18 @@ def test_a_saved_model_has_ordinary_permissions(place):
     assert {path.stat().st_mode for path in run.model.iterdir()} == {usual}
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"data": 3}', '{"data": {}, "sessions": 3}', "{", "null"])
+def test_a_manifest_without_its_keys_is_named(content, place, tmp_path):
+    run = RunFolder(place.train(tmp_path / "run", place.recipe()))
+    shutil.rmtree(run.model)
+    run.manifest_file.write_text(content)
+    log = run.log_file.read_bytes()
+    with pytest.raises(ValueError) as error:
+        place.train(tmp_path / "run", place.recipe())
+    assert "manifest.json" in str(error.value) or "the data is not that of the run" in str(error.value)
+    assert run.log_file.read_bytes() == log
+
+
 def test_a_finished_run_is_left_alone(place, capsys):
     run = RunFolder(place.run())
     before = (run.log_file.stat().st_mtime_ns, run.events_file.read_text())
