@@ -59,7 +59,10 @@ def find_sequences(text: Any, tokenizer: Any, sequences: int, length: int, recip
     found = Sequences(source)
     first = next(items, None)
     if first is not None and isinstance(first, str):
-        _add_documents(found, first, items, tokenizer, sequences, length, bool(recipe and recipe.document_boundaries))
+        if tokenizer is None:
+            raise ValueError("tokenizer is missing: text has to be turned into ids; pass one, or sequences of ids")
+        encoder = DocumentEncoder(tokenizer, special_tokens=bool(recipe and recipe.special_tokens))
+        _add_documents(found, first, items, encoder, sequences, length, bool(recipe and recipe.document_boundaries))
     elif first is not None:
         _add_ids(found, first, items, sequences, length)
     if not found.inputs and sequences:
@@ -107,11 +110,14 @@ def _held_out(recipe: Recipe | None) -> tuple[str, Iterator[str]]:
 
 
 def _add_documents(
-    found: Sequences, first: str, rest: Iterator[Any], tokenizer: Any, sequences: int, length: int, boundaries: bool
+    found: Sequences,
+    first: str,
+    rest: Iterator[Any],
+    encoder: DocumentEncoder,
+    sequences: int,
+    length: int,
+    boundaries: bool,
 ) -> None:
-    if tokenizer is None:
-        raise ValueError("tokenizer is missing: text has to be turned into ids; pass one, or sequences of ids")
-    encoder = DocumentEncoder(tokenizer)
     ids: list[int] = []
     starts: list[int] = []
     document: Any = first
