@@ -29,6 +29,8 @@ class RunFolder:
     """The paths of a run and the ways to read and write them. Making one touches nothing on disk."""
 
     def __init__(self, path: Path | str) -> None:
+        if not str(path).strip():
+            raise ValueError("the folder of a run must be named, got an empty name; is a variable unset?")
         self.path = Path(path)
 
     @property

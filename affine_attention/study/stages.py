@@ -52,6 +52,8 @@ def run_study(
             f"parallel={parallel} starts processes of its own, but this is one of {ranks} ranks of torchrun; take one "
             "of the two: many students at a time, or many devices for each"
         )
+    if not str(out).strip():
+        raise ValueError("out must be named, got an empty name; is a variable unset?")
     out = Path(out)
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)

@@ -52,6 +52,11 @@ def test_what_is_not_a_run_is_named(tmp_path):
         open_run(tmp_path).recipe()
 
 
+def test_an_empty_name_is_no_folder():
+    with pytest.raises(ValueError, match="got an empty name"):
+        RunFolder("")
+
+
 def test_a_run_remembers_its_recipe_and_events(tmp_path):
     run = RunFolder(tmp_path / "run")
     assert not run.exists
