@@ -330,7 +330,7 @@ def _find(name: str | Path) -> list[Source]:
 
 def _matches(pattern: Path) -> list[Path]:
     """The files of a pattern, sorted; `**` follows no link, so that links in a circle end."""
-    parts = pattern.parts
+    parts = (*pattern.parts, "*") if pattern.name == "**" else pattern.parts  # `**` alone finds folders
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     base = Path(*parts[:fixed]) if fixed else Path()
     found = []

@@ -189,7 +189,7 @@ def test_links_in_a_circle_end(tmp_path):
             (folder / f"loop-{link}").symlink_to(tmp_path)
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "text.txt").write_text("not seen")
-    for pattern in (str(tmp_path / "**" / "*.txt"), str(tmp_path)):
+    for pattern in (str(tmp_path / "**" / "*.txt"), str(tmp_path / "**"), str(tmp_path)):
         assert sorted(read_documents(pattern)) == ["a", "b", "c"]
 
 
