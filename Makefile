@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report test test-all lint accuracy benchmark crash sanitize wheel clean
+.PHONY: study study-report test test-all lint accuracy benchmark crash attack sanitize wheel clean
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
@@ -35,6 +35,10 @@ benchmark: $(READY)
 # Kills a run 100 times at random and at every file operation of a save, and goes on each time.
 crash: $(READY)
 	$(RUN) -m tests.lab.training.crash --random 100 --every-file-operation
+
+# Kills, damages, forges and feeds hostile files, seeded, in 20 minutes at most; the table goes into docs/reliability.md.
+attack: $(READY)
+	$(RUN) -m tests.attack $(ATTACK)
 
 # Needs a CUDA GPU and NVIDIA's compute-sanitizer.
 sanitize: $(READY)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .version import __version__
+from .visible import printable
+
+MOST_SETTINGS = 1000  # of one command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `affine recipes | head`
         sys.stderr.close()
         return 0
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError) as error:
         if os.environ.get("AFFINE_TRACEBACK"):
             raise
-        print(f"affine {options.command}: {error}", file=sys.stderr)
+        _say(f"affine {options.command}: {str(error) or 'out of memory'}", sys.stderr)
         return 2
+    except Exception as error:  # a fault of this package or of a library: one line all the same
+        if os.environ.get("AFFINE_TRACEBACK"):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        _say(f"affine {options.command}: {reason} (unexpected; AFFINE_TRACEBACK=1 shows where)", sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_report,
         _add_gradients,
         _add_tune,
+        _add_cache,
         _add_recipes,
     ):
         add(commands)
@@ -63,7 +73,7 @@ def _add_train(commands: Any) -> None:
     parser = _command(commands, "train", "train a student, from a teacher or from text alone", _train)
     _add_recipe_options(parser)
     parser.add_argument("--mechanism", default="affine", help="a preset's name (default: affine)")
-    parser.add_argument("--out", type=Path, metavar="RUN", help="its folder (default: runs/RECIPE-MECHANISM-seedN)")
+    parser.add_argument("--out", type=_path, metavar="RUN", help="its folder (default: runs/RECIPE-MECHANISM-seedN)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and its cost, and stop")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: devices to plan for (default: 1)")
     parser.add_argument("--report-to", action="append", default=[], metavar="NAME", help="tensorboard, wandb, ...")
@@ -72,14 +82,15 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from .lab.names import folder_name
     from .recipes import recipe
 
     built = recipe(options.recipe, options.mechanism, _settings(options))
-    folder = options.out or Path("runs") / f"{built.name}-{built.mechanism.name}-seed{built.seed}"
+    folder = options.out or Path("runs") / folder_name(f"{built.name}-{built.mechanism.name}-seed{built.seed}")
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        print(describe_run(built, ranks=options.ranks or 1))
+        _say(describe_run(built, ranks=1 if options.ranks is None else options.ranks))
         return 0
     from .lab.training import train
 
@@ -90,25 +101,26 @@ def _train(options: argparse.Namespace) -> int:
         quiet=options.quiet or None,
         report_to=tuple(options.report_to),
         device=options.device,
+        cache=options.cache,
     )
-    print(path)
+    _say(path)
     return 0
 
 
 def _add_evaluate(commands: Any) -> None:
     parser = _command(commands, "evaluate", "perplexity on held-out text, and zero-shot tasks", _evaluate)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a checkpoint")
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or of a checkpoint")
     parser.add_argument(
         "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set; may be given again"
     )
     parser.add_argument("--tasks", help="names with commas; `paper`: the paper's six and LAMBADA (default with data)")
-    parser.add_argument("--task-data", type=Path, metavar="DIR", help="records of the tasks, to run without network")
+    parser.add_argument("--task-data", type=_path, metavar="DIR", help="records of the tasks, to run without network")
     parser.add_argument("--limit", type=int, help="at most this many items of a task")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward (default: chosen by the device)")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="dtype of the computation (default: fp32)")
     _add_engine(parser)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--output", type=Path, help="where the numbers go for a checkpoint that is not in a run")
+    parser.add_argument("--output", type=_path, help="where the numbers go for a checkpoint that is not in a run")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -140,18 +152,18 @@ def _evaluate(options: argparse.Namespace) -> int:
             output=options.output,
             cache=cache,
         )
-        print(format_evaluation(run, found))
+        _say(format_evaluation(run, found))
     return 0
 
 
 def _add_inspect(commands: Any) -> None:
     parser = _command(commands, "inspect", "look inside: row sums, first token, entropy, logits, maps", _inspect)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a checkpoint")
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or of a checkpoint")
     parser.add_argument("--text", help="a file to look at (default: the run's held-out text)")
     parser.add_argument("--sequences", type=int, default=10, help="how many (the paper: 10)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each (the paper: 1k)")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the numbers go for a bare checkpoint")
+    parser.add_argument("--output", type=_path, metavar="DIR", help="where the numbers go for a bare checkpoint")
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -166,29 +178,29 @@ def _inspect(options: argparse.Namespace) -> int:
             device=options.device,
             output=options.output,
         )
-        print(format_inspection(run, found))
+        _say(format_inspection(run, found))
     return 0
 
 
 def _add_report(commands: Any) -> None:
     parser = _command(commands, "report", "one page with the paper's tables and figures for these runs", _report)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same tables as GitHub markdown too")
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run")
+    parser.add_argument("-o", "--output", type=_path, default=Path("report.html"), help="(default: report.html)")
+    parser.add_argument("--markdown", type=_path, metavar="FILE", help="the same tables as GitHub markdown too")
 
 
 def _report(options: argparse.Namespace) -> int:
     from .lab.report import report
 
-    print(report(options.runs, options.output, markdown=options.markdown))
+    _say(report(options.runs, options.output, markdown=options.markdown))
     if options.markdown is not None:
-        print(options.markdown)
+        _say(options.markdown)
     return 0
 
 
 def _add_gradients(commands: Any) -> None:
     parser = _command(commands, "gradients", "gradient norms of a log, as in the paper's Tables 4 and 5", _gradients)
-    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="a run's folder, or any log.jsonl")
+    parser.add_argument("logs", nargs="+", type=_path, metavar="LOG", help="a run's folder, or any log.jsonl")
     parser.add_argument("--steps", type=int, default=500, help="the first so many steps (the paper: 500)")
 
 
@@ -196,7 +208,7 @@ def _gradients(options: argparse.Namespace) -> int:
     from .lab.inspection import format_statistics, gradient_statistics
 
     for log in options.logs:
-        print(format_statistics(log, gradient_statistics(log, last_step=options.steps)))
+        _say(format_statistics(log, gradient_statistics(log, last_step=options.steps)))
     return 0
 
 
@@ -222,6 +234,27 @@ def _tune(options: argparse.Namespace) -> int:
 
     for line in tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length):
         print(line, flush=True)
+    return 0
+
+
+def _add_cache(commands: Any) -> None:
+    parser = _command(commands, "cache", "show what is kept to be used again, and empty it", _cache)
+    parser.add_argument("--cache", type=_path, metavar="DIR", help="(default: the user's cache)")
+    parser.add_argument("--clear", action="store_true", help="remove tokenized text, tokenizers and teachers' states")
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from .cache import cache_entries, cache_limit, clear_cache, default_cache
+
+    folder = options.cache or default_cache()
+    if options.clear:
+        _say(f"{folder}: {clear_cache(folder) / 1e9:.2f} GB freed")
+        return 0
+    entries = cache_entries(folder)
+    total = sum(entry.bytes for entry in entries)
+    _say(f"{folder}: {len(entries)} entries, {total / 1e9:.2f} GB of {cache_limit() / 1e9:g} (AFFINE_CACHE_LIMIT)")
+    for entry in entries:
+        _say(f"  {entry.path.name:<36}{entry.bytes / 1e9:>10.2f} GB")
     return 0
 
 
@@ -254,10 +287,10 @@ def _add_study(commands: Any) -> None:
     )
     parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
     parser.add_argument("--teacher-steps", type=int, metavar="N", help="of the teacher, when the study trains it")
-    parser.add_argument("--out", type=Path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
+    parser.add_argument("--out", type=_path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
     parser.add_argument("--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set more")
     parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
-    parser.add_argument("--task-data", type=Path, metavar="DIR", help="records of the tasks, to run without network")
+    parser.add_argument("--task-data", type=_path, metavar="DIR", help="records of the tasks, to run without network")
     _add_engine(parser)
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="students at a time, each in its process")
     parser.add_argument("--discard-weights", action="store_true", help="keep logs and results of a student, no weights")
@@ -280,7 +313,7 @@ def _study(options: argparse.Namespace) -> int:
         engine=options.engine,
     )
     if options.plan:
-        print(plan.describe())
+        _say(plan.describe())
         return 0
     try:
         page = run_study(
@@ -290,10 +323,11 @@ def _study(options: argparse.Namespace) -> int:
             quiet=options.quiet or None,
             parallel=options.parallel,
             keep_weights=not options.discard_weights,
+            cache=options.cache,
         )
-        print(page)
+        _say(page)
     except SystemExit:  # a signal: the step is saved
-        print(f"affine study: the same command goes on from here; what is done stays in {options.out}", file=sys.stderr)
+        _say(f"affine study: the same command goes on from here; what is done stays in {options.out}", sys.stderr)
         raise
     return 0
 
@@ -306,6 +340,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="any setting of the recipe"
     )
     parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
+    parser.add_argument("--cache", type=_path, metavar="DIR", help="for tokenized text (default: the user's cache)")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -316,7 +351,21 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         settings["teacher"] = None if options.teacher.lower() == "none" else options.teacher
     if options.data:
         settings["data"] = tuple(options.data)
+    if len(options.settings) > MOST_SETTINGS:
+        raise ValueError(f"--set may be given {MOST_SETTINGS} times, got {len(options.settings):,}")
     return settings | dict(parse_setting(text) for text in options.settings)
+
+
+def _say(text: object, file: Any = None) -> None:
+    """Prints with control characters spelled out: names come from files and folders of others."""
+    print(printable(text), file=file or sys.stdout)
+
+
+def _path(text: str) -> Path:
+    """A path of the command line; an empty one, of an unset variable, is not the working directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must be named, got an empty text; is a variable unset?")
+    return Path(text)
 
 
 def _quiet_transformers() -> None:
@@ -328,6 +377,8 @@ def _quiet_transformers() -> None:
 
 def _pair(text: str) -> tuple[str, str]:
     name, equals, file = text.partition("=")
+    if not (file if equals else text).strip():
+        raise ValueError(f"--perplexity must name a file, got {text!r}; is a variable unset?")
     return (name, file) if equals else (Path(text).name.split(".")[0], text)
 
 

@@ -95,6 +95,21 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         (["gradients", "nowhere"], "nowhere"),
         (["study", "--mechanisms", "softmax,afine"], "did you mean 'affine'?"),
         (["study", "--seeds", "one"], "a seed is a whole number, got 'one'"),
+        (["train", "--device", "nope"], 'device must be "cpu" or "cuda", got \'nope\''),
+        (["train", "--data", "", "--device", "cpu"], "data must name files, got an empty text"),
+        (["train", "--teacher", "", "--device", "cpu"], "teacher must be named, got an empty text"),
+        (["train", "--set", "name=../../x"], "name must be printable, without / "),
+        (["train", "--data", "/dev/zero", "--device", "cpu"], "/dev/zero is neither a file nor a folder"),
+        (["train", "--data", "~nobody-has-this/x", "--device", "cpu"], "names a home folder that does not exist"),
+        (["train", "--device", "cpu", "--set", "student_changes.vocab_size=1000000000"], "GiB of memory"),
+        (["train", "--device", "cpu", "--set", "student_changes.num_hidden_layers=1000000000"], "at most 4,096"),
+        (["train", "--device", "cpu", "--set", "student_changes.num_attention_heads=0"], "cannot be built with"),
+        (["train", "--device", "cpu", "--set", "vocabulary_size=1000000000"], "vocabulary_size must be at most"),
+        (["train", "--set", "steps=1" + "0" * 400], "steps must be"),
+        (["train", "--ranks", "0", "--dry-run"], "ranks must be at least 1, got 0"),
+        (["evaluate", "nowhere", "--batch-size", "0"], "batch_size must be None or an integer of at least 1, got 0"),
+        (["evaluate", "nowhere", "--perplexity", "c4="], "--perplexity must name a file"),
+        (["study", "--mechanisms", "affine+student=a b,affine+student=a_b"], "would both be in"),
         pytest.param(
             ["tune"],
             "a CUDA GPU is needed",
@@ -125,3 +140,40 @@ def test_it_is_a_module_and_a_script():
     script = os.path.join(os.path.dirname(sys.executable), "affine")
     if os.path.exists(script):
         assert subprocess.run([script, "--version"], capture_output=True, text=True).stdout == done.stdout
+
+
+@pytest.mark.parametrize("option", ["--out", "--cache"])
+def test_an_empty_path_is_not_the_working_directory(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", option, ""])
+    assert "got an empty text" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_one_line_too(monkeypatch, capsys):
+    monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
+    monkeypatch.setattr("affine_attention.recipes.RECIPES", None)
+    assert main(["recipes"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("affine recipes: AttributeError: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_the_cache_is_shown_and_emptied(tmp_path, capsys):
+    entry = tmp_path / f"tokens-{'a' * 24}"
+    entry.mkdir()
+    (entry / "ids").write_bytes(bytes(10**7))
+    (tmp_path / "mine").touch()
+    assert main(["cache", "--cache", str(tmp_path)]) == 0
+    assert "1 entries, 0.01 GB of 200" in capsys.readouterr().out
+    assert main(["cache", "--cache", str(tmp_path), "--clear"]) == 0
+    assert "0.01 GB freed" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_train_takes_a_cache(text, tmp_path, capsys):
+    settings = ["steps=1", "warmup_steps=0", "decay_steps=0", "global_batch=1", "sequence_length=32"]
+    given = [part for setting in settings for part in ("--set", setting)]
+    cache = tmp_path / "cache"
+    assert main(["train", "--data", str(text), "--out", str(tmp_path / "run"), "--device", "cpu", "--cache",
+                 str(cache), "--quiet", *given]) == 0  # fmt: skip
+    assert [path.name[:7] for path in sorted(cache.iterdir()) if path.is_dir()] == ["tokeniz", "tokens-"]

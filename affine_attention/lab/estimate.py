@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
 from ..hf import STUDENTS, attach, is_attached, student
+from ..hf.loading import load_config
 from ..nn import AttentionMechanism
 from .distill.chunks import CHUNK_BYTES
-from .distill.teacher import model_folder
 from .recipe import Recipe
 
+LARGEST_SIZE = 2**31  # of any size in a student's configuration
+MOST_LAYERS = 4096
 # Dense bf16 peaks of the makers' data sheets, FLOP/s; a name is looked for in this order.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -197,11 +199,27 @@ def describe_run(recipe: Recipe, ranks: int = 1) -> str:
 def meta_student(recipe: Recipe) -> Any:
     """The student's shapes, without its weights."""
     if recipe.student in STUDENTS:
-        return student(recipe.student, recipe.mechanism, device="meta", **recipe.student_changes)
+        return _meta_student_of_sizes(recipe)
+    config = load_config(recipe.student, "student")
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(recipe.student, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model if is_attached(model) else attach(model, recipe.mechanism)
+
+
+def _meta_student_of_sizes(recipe: Recipe) -> Any:
+    """Errors of transformers' and torch's constructors in one sentence; a size beyond all reason is not tried."""
+    for key, value in recipe.student_changes.items():
+        most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise ValueError(f"student_changes.{key} must be at most {most:,}, got {str(value)[:40]}")
+    try:
+        return student(recipe.student, recipe.mechanism, device="meta", **recipe.student_changes)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"student {recipe.student!r} cannot be built with student_changes {str(recipe.student_changes)[:300]}: "
+            f"{reason}"
+        ) from error
 
 
 def meta_teacher(source: str) -> Any:
@@ -209,11 +227,11 @@ def meta_teacher(source: str) -> Any:
     config: Any = PUBLISHED.get(source)
     if config is None:
         try:
-            config = AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+            config = load_config(source, "teacher")
         except OSError:
             return None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _head_dim(config: Any) -> int:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from ..nn import Mechanism
 from ..nn.mechanism import as_mechanism
+from .names import check_name
+
+BESIDE = "beside:"  # before a teacher's path that is relative to the run's folder
+MOST_CHANGES = 200  # settings of a student's configuration
+MOST_FILES = 100_000  # names of data
+LARGEST_COUNT = 2**40  # steps, batches and lengths beyond it are typing errors
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -45,6 +54,7 @@ class Recipe:
     vocabulary_size: int = _setting(2048, "size of the BPE when one is trained on the data")
     sequence_length: int = _setting(256, "tokens in a sequence")
     document_boundaries: bool = _setting(False, "attention stays within a document")
+    special_tokens: bool = _setting(False, "the text <|endoftext|> and its like are tokens, not text")
 
     kd_weight: float = _setting(1.0, "weight of the distillation loss, when there is a teacher")
     ce_weight: float = _setting(0.0, "weight of the cross-entropy to the text, when there is a teacher")
@@ -82,15 +92,38 @@ class Recipe:
             if item.name != "mechanism":
                 value = _convert(item.name, getattr(self, item.name), hints[item.name])
                 object.__setattr__(self, item.name, value)
+        self._check_names()
         self._check_ranges()
+
+    def _check_names(self) -> None:
+        """No name is empty (an unset variable of a shell) and none leads out of the folder of the runs."""
+        check_name("name", self.name)
+        for name in ("student", "teacher", "tokenizer", "text_column"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise ValueError(f"{name} must be named, got an empty text; is a variable unset?")
+        for name in ("data", "heldout"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and not all(entry.strip() for entry in value):
+                raise ValueError(f"{name} must name files, got an empty text among them; is a variable unset?")
+            if isinstance(value, tuple) and len(value) > MOST_FILES:
+                raise ValueError(f"{name} must name at most {MOST_FILES:,} sources, got {len(value):,}; name folders")
+        if len(self.student_changes) > MOST_CHANGES:
+            raise ValueError(
+                f"student_changes must be at most {MOST_CHANGES} settings, got {len(self.student_changes):,}"
+            )
 
     def _check_ranges(self) -> None:
         for name in ("steps", "global_batch", "sequence_length", "keep_checkpoints"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {_shown(getattr(self, name))}")
+            if getattr(self, name) > LARGEST_COUNT:
+                raise ValueError(f"{name} must be at most {LARGEST_COUNT:,}, got {_shown(getattr(self, name))}")
         for name in ("warmup_steps", "decay_steps", "save_every", "probe_every", "eval_every", "seed", "data_seed"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"{name} must not be negative, got {_shown(getattr(self, name))}")
+            if getattr(self, name) >= 2**63:
+                raise ValueError(f"{name} must be below 2^63, got {_shown(getattr(self, name))}")
         for name in ("kd_weight", "ce_weight", "min_lr_ratio", "weight_decay", "max_grad_norm"):
             _check_interval(name, getattr(self, name), 0.0, math.inf)
         for name in ("learning_rate", "temperature"):
@@ -143,6 +176,8 @@ class Recipe:
 
     def micro_batches(self, ranks: int) -> tuple[int, int]:
         """(sequences per device, accumulation steps) on so many ranks; an error with the right numbers otherwise."""
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
         if self.global_batch % ranks:
             fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(
@@ -177,6 +212,19 @@ class Recipe:
             values["mechanism"] = Mechanism.from_dict(dict(values["mechanism"]))
         return cls(**values)
 
+    def located(self, run: Path) -> Recipe:
+        """The recipe with a teacher that is named relative to the run's folder (`beside:../teacher`) as a path."""
+        if self.teacher is None or not self.teacher.startswith(BESIDE):
+            return self
+        return dataclasses.replace(self, teacher=os.path.normpath(run.absolute() / self.teacher[len(BESIDE) :]))
+
+    def digest(self) -> str:
+        """Equal for equal settings, however they were written. Defaults do not enter, so that a later version with
+        more settings still knows its runs."""
+        usual = Recipe().to_dict()
+        changed = {key: value for key, value in self.to_dict().items() if value != usual[key]}
+        return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+
     def difference(self, other: Recipe) -> list[str]:
         """What other changes, one line a setting: `learning_rate: 0.001 -> 0.002`."""
         mine, theirs = self.to_dict(), other.to_dict()
@@ -201,7 +249,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, value == "True"
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number of too many digits, brackets nested too deeply
         return key, value
 
 
@@ -213,9 +261,9 @@ def setting_help() -> dict[str, str]:
 def _check_name(name: str) -> None:
     known = [item.name for item in dataclasses.fields(Recipe)]
     if name not in known:
-        near = get_close_matches(name, known, n=1)
+        near = get_close_matches(name[:100], known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"a recipe has no setting {name!r}{hint}; it has {', '.join(known)}")
+        raise ValueError(f"a recipe has no setting {_shown(name)}{hint}; it has {', '.join(known)}")
 
 
 def _check_interval(name: str, value: float, low: float, high: float) -> None:
@@ -237,6 +285,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if kind is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if abs(value) > 1e300:
+                raise ValueError(f"{name} must be a number of ordinary size, got {_shown(value)}")
             return float(value)
         if kind is str and isinstance(value, str):
             return value
@@ -247,9 +297,10 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if origin is tuple and isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
             return tuple(value)
     rule = " or ".join(_in_words(kind) for kind in kinds)
-    near = get_close_matches(str(value), [str(choice) for kind in kinds for choice in typing.get_args(kind)], n=1)
-    hint_text = f"; did you mean {near[0]!r}?" if near and isinstance(value, str) else ""
-    raise ValueError(f"{name} must be {rule}, got {value!r}{hint_text}")
+    choices = [str(choice) for kind in kinds for choice in typing.get_args(kind)]
+    near = get_close_matches(value[:100], choices, n=1) if isinstance(value, str) else []
+    hint_text = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be {rule}, got {_shown(value)}{hint_text}")
 
 
 def _in_words(kind: Any) -> str:
@@ -260,6 +311,14 @@ def _in_words(kind: Any) -> str:
     if origin is tuple:
         return "a list of texts"
     return "a table of settings" if origin is dict else words[kind]
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, cut where it is too long; an integer of thousands of digits has no text at all."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return f"a number of about 2^{value.bit_length()}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text):,} characters)"
 
 
 def _few(numbers: list[int]) -> str:

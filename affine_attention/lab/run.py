@@ -6,13 +6,11 @@ A run that is kept for later may hold any of these files compressed, under its n
 from __future__ import annotations
 
 import json
-import lzma
 import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,17 +18,19 @@ from typing import Any
 
 import torch
 
+from ..files import open_for_appending, read_lines, read_table, write_text
 from ..version import __version__
 from .recipe import Recipe
 
 SCHEMA = 1
-COMPRESSED = ".xz"
 
 
 class RunFolder:
     """The paths of a run and the ways to read and write them. Making one touches nothing on disk."""
 
     def __init__(self, path: Path | str) -> None:
+        if not str(path).strip():
+            raise ValueError("the folder of a run must be named, got an empty name; is a variable unset?")
         self.path = Path(path)
 
     @property
@@ -79,10 +79,10 @@ class RunFolder:
         return (self.model / "config.json").is_file()
 
     def recipe(self) -> Recipe:
-        return Recipe.from_dict(read_json(self.recipe_file))
+        return read_recipe(self.recipe_file)
 
     def manifest(self) -> dict[str, Any]:
-        return read_json(self.manifest_file)
+        return read_table(self.manifest_file)
 
     def log(self) -> list[dict[str, Any]]:
         """The steps, oldest first; what a killed process left half-written at the end is not a step."""
@@ -95,8 +95,8 @@ class RunFolder:
         """Appends what happened, when, to events.jsonl."""
         line = json.dumps(plain_numbers({"time": now(), "event": event, **details}), allow_nan=False)
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.events_file, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open_for_appending(self.events_file) as file:
+            file.write(line.encode() + b"\n")
 
 
 def open_run(path: Path | str) -> RunFolder:
@@ -105,65 +105,26 @@ def open_run(path: Path | str) -> RunFolder:
     if not run.path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder; give the folder that `affine train` wrote")
     if not run.exists:
+        if os.path.lexists(run.recipe_file):
+            raise ValueError(
+                f"{run.recipe_file} must be a regular file, got a folder, a pipe, a device or a broken link"
+            )
         raise FileNotFoundError(f"{path} holds no run: there is no recipe.json in it")
     return run
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The settings of a run; an error names the file."""
+    settings = read_table(path)
+    try:
+        return Recipe.from_dict(settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Numbers that JSON lacks become null."""
     write_text(path, json.dumps(plain_numbers(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes beside and renames: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def is_there(path: Path) -> bool:
-    """True for a file of a run, plain or compressed."""
-    return path.is_file() or path.with_name(path.name + COMPRESSED).is_file()
-
-
-def read_bytes(path: Path) -> bytes:
-    """What is in a file of a run, plain or compressed."""
-    packed = path.with_name(path.name + COMPRESSED)
-    if path.is_file() or not packed.is_file():
-        return path.read_bytes()
-    try:
-        return lzma.decompress(packed.read_bytes())
-    except lzma.LZMAError as error:
-        raise ValueError(f"{packed} cannot be unpacked ({error}); was it cut off?") from error
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_bytes(path).decode("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON (line {error.lineno}: {error.msg}); was it edited or cut off?") from error
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a jsonl file; a last line that is cut off is left out, a broken one before it is an error."""
-    if not is_there(path):
-        return
-    lines = read_bytes(path).split(b"\n")
-    whole, tail = lines[:-1], lines[-1]
-    for number, line in enumerate(whole, start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            if number == len(whole) and not tail:
-                return
-            raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
 
 
 def plain_numbers(value: Any) -> Any:

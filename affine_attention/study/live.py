@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from ..visible import printable
+
 
 @dataclass
 class Row:
@@ -118,7 +120,7 @@ class LiveTable:
 
     def _say(self, text: str) -> None:
         if self.live is None and not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..lab.recipe import Recipe, parse_setting
+from ..lab.names import folder_name
+from ..lab.recipe import BESIDE, Recipe, parse_setting
 from ..nn import Mechanism
 from ..recipes import TEACHERS, recipe
 
@@ -59,6 +59,14 @@ class Plan:
                 raise ValueError(f"{name} must differ, got {', '.join(map(str, sorted(repeated, key=str)))} twice")
         for variant in self.mechanisms:
             self._recipe(variant, self.seeds[0], None)
+        folders: dict[str, str] = {}
+        for variant in self.mechanisms:
+            other = folders.setdefault(folder_name(variant).lower(), variant)  # some file systems ignore case
+            if other != variant:
+                raise ValueError(
+                    f"mechanisms must have folders of their own, but {other!r} and {variant!r} would both be in "
+                    f"{folder_name(variant)!r}; leave one of them out"
+                )
 
     @property
     def teacher(self) -> Recipe | None:
@@ -77,7 +85,8 @@ class Plan:
 
     def jobs(self, out: Path) -> list[Job]:
         """The students in the order in which they run: all mechanisms of a seed, then the next seed."""
-        teacher = str(out / "teacher" / "model") if self.teacher is not None else None
+        # Relative to the run: the study can be moved, and its path can be spelled in any way.
+        teacher = f"{BESIDE}../teacher/model" if self.teacher is not None else None
         return [
             Job(f"{folder_name(variant)}-seed{seed}", self._recipe(variant, seed, teacher))
             for seed in self.seeds
@@ -129,7 +138,3 @@ def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
         key, value = parse_setting(change)
         settings[f"mechanism.{key}" if key in MECHANISM_SETTINGS else key] = value
     return mechanism, settings
-
-
-def folder_name(variant: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.=-]+", "_", variant)

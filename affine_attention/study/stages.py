@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..files import read_table
 from ..lab.recipe import Recipe
-from ..lab.run import RunFolder, read_json, write_json
+from ..lab.run import RunFolder, write_json
 from .live import LiveTable
 from .parallel import run_in_parallel
 from .plan import Job, Plan
@@ -25,6 +26,7 @@ def run_study(
     quiet: bool | None = None,
     parallel: int = 1,
     keep_weights: bool = True,
+    cache: Path | str | None = None,
 ) -> Path:
     """Runs what is missing of a plan in the folder `out`, and writes `out/report.html`.
 
@@ -38,6 +40,7 @@ def run_study(
         quiet: True shows no table.
         parallel: students that run at the same time, each in a process of its own.
         keep_weights: False deletes a student's weights and checkpoints when it has been evaluated and inspected.
+        cache: where tokenized text is kept; by default the user's cache folder.
     """
     from ..lab.report import report
 
@@ -49,17 +52,20 @@ def run_study(
             f"parallel={parallel} starts processes of its own, but this is one of {ranks} ranks of torchrun; take one "
             "of the two: many students at a time, or many devices for each"
         )
+    if not str(out).strip():
+        raise ValueError("out must be named, got an empty name; is a variable unset?")
     out = Path(out)
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)
     check_earlier_runs(jobs, out)
     check_space(jobs, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
-    work = StudentWork(plan, out, device, keep_weights)
+    work = StudentWork(plan, out, device, keep_weights, cache)
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
         if teacher is not None:
-            _train(jobs.pop(0), out, table, device)
+            _train(jobs.pop(0), out, table, device, cache)
             table.finish("teacher")
+        check_teacher_of_runs(jobs, out)
         if parallel > 1 and len(jobs) > 1:
             run_in_parallel(jobs, work, parallel, table)
         else:
@@ -76,6 +82,7 @@ class StudentWork:
     out: Path
     device: str | None
     keep_weights: bool
+    folder: Path | str | None = None  # of the cache on disk
     cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, made once for all
 
     def __call__(self, job: Job, table: Table) -> None:
@@ -84,7 +91,7 @@ class StudentWork:
         disable_progress_bar()  # transformers has one for each of the models that it loads
         run = RunFolder(self.out / job.name)
         if not is_done(run):
-            _train(job, self.out, table, self.device)
+            _train(job, self.out, table, self.device, self.folder)
         if run.finished:  # its weights are there
             _evaluate(self.plan, job, self.out, table, self.device, self.cache)
             _inspect(job, self.out, table, self.device)
@@ -140,6 +147,26 @@ def check_earlier_runs(jobs: list[Job], out: Path) -> None:
         )
 
 
+def check_teacher_of_runs(jobs: list[Job], out: Path) -> None:
+    """Refuses to go on when a teacher is not the one that earlier students of the study learned from."""
+    from ..lab.fingerprint import fingerprint_source
+
+    now: dict[str, str | None] = {}
+    for job in jobs:
+        run = RunFolder(out / job.name)
+        teacher = job.recipe.located(run.path).teacher
+        if teacher is None or not run.manifest_file.is_file():
+            continue
+        before = run.manifest().get("teacher")
+        if teacher not in now:
+            now[teacher] = fingerprint_source(teacher) or before  # of a hub name, the first student's
+        if before != now[teacher]:
+            raise ValueError(
+                f"{run.path} learned from another teacher than {teacher} is now (sha256 {before}, now {now[teacher]}), "
+                "so the students would not compare; bring the old weights back, or take another --out"
+            )
+
+
 def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
     """Refuses before the first step when the runs cannot fit on the disk; `at_once`: so many weights at a time."""
     sizes = sorted((_bytes_of(job.recipe) for job in jobs if not is_done(RunFolder(out / job.name))), reverse=True)
@@ -161,14 +188,17 @@ def _bytes_of(recipe: Recipe) -> int:
     return weights + 3 * weights * (recipe.keep_checkpoints + 1)
 
 
-def _train(job: Job, out: Path, table: Table, device: str | None) -> None:
+def _train(job: Job, out: Path, table: Table, device: str | None, cache: Path | str | None) -> None:
     from ..lab.training import train
 
     run = RunFolder(out / job.name)
     if run.finished:
         return
     table.start(job.name, "trains")
-    train(job.recipe, run.path, quiet=True, device=device, on_step=lambda record: table.step(job.name, record))
+    train(
+        job.recipe, run.path, quiet=True, device=device, cache=cache,
+        on_step=lambda record: table.step(job.name, record),
+    )  # fmt: skip
 
 
 def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None, cache: Any) -> None:
@@ -176,10 +206,10 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
 
     run = RunFolder(out / job.name)
     wanted = {"heldout", *plan.perplexity}
-    known = read_json(run.evaluation_file) if run.evaluation_file.exists() else {}
-    missing_sets = wanted - set(known.get("perplexity", {}))
+    known = read_table(run.evaluation_file) if run.evaluation_file.exists() else {}
+    missing_sets = wanted - set(known.get("perplexity") or {})
     names = DEFAULT_TASKS if plan.tasks == ("paper",) else plan.tasks or ()
-    missing_tasks = [task for task in names if task not in known.get("tasks", {})]
+    missing_tasks = [task for task in names if task not in (known.get("tasks") or {})]
     if not missing_sets and not missing_tasks:
         return
     table.start(job.name, "evaluates")
@@ -207,4 +237,7 @@ def _heldout_perplexity(folder: Path) -> float | None:
     run = RunFolder(folder)
     if not run.evaluation_file.exists():
         return None
-    return read_json(run.evaluation_file)["perplexity"].get("heldout", {}).get("token")
+    found: Any = read_table(run.evaluation_file)
+    for key in ("perplexity", "heldout", "token"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, float) else None

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.files import read_json
+from affine_attention.lab.run import RunFolder
 
 RUNS = Path(__file__).parent / "30m"
 SEEDS = (0, 1, 2)

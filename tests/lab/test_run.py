@@ -9,8 +9,9 @@ import math
 import pytest
 import torch
 
+from affine_attention.files import read_json, read_lines
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, describe_machine, open_run, read_json, read_lines, write_json
+from affine_attention.lab.run import RunFolder, describe_machine, open_run, write_json
 
 
 def test_json_is_strict_and_written_whole(tmp_path):
@@ -49,6 +50,11 @@ def test_what_is_not_a_run_is_named(tmp_path):
     (tmp_path / "recipe.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         open_run(tmp_path).recipe()
+
+
+def test_an_empty_name_is_no_folder():
+    with pytest.raises(ValueError, match="got an empty name"):
+        RunFolder("")
 
 
 def test_a_run_remembers_its_recipe_and_events(tmp_path):

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 
+from affine_attention.files import read_json
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.lab.run import RunFolder
 from affine_attention.study import Job, Plan, run_study
 from affine_attention.study.live import LiveTable
 from affine_attention.study.parallel import run_in_parallel

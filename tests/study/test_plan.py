@@ -32,7 +32,7 @@ def test_a_study_without_a_teacher_trains_one_on_the_same_data():
     assert plan.teacher.data == ("a.txt",)
     assert plan.teacher.vocabulary_size == 512
     assert plan.teacher.teacher is None
-    assert plan.jobs(Path("out"))[0].recipe.teacher == str(Path("out/teacher/model"))
+    assert plan.jobs(Path("out"))[0].recipe.teacher == "beside:../teacher/model"
     assert Plan(settings={"teacher": "somewhere"}).teacher is None
     assert Plan(settings={"teacher": None}).jobs(Path("out"))[0].recipe.teacher is None
     assert Plan(recipe="paper_1b").teacher is None
@@ -53,3 +53,9 @@ def test_what_cannot_run_is_refused_when_the_plan_is_made(changes, words):
     with pytest.raises(ValueError) as error:
         Plan(**changes)
     assert words in str(error.value)
+
+
+def test_mechanisms_that_would_share_a_folder_are_refused():
+    with pytest.raises(ValueError) as error:
+        Plan(mechanisms=("affine+student=a b", "affine+student=a_b"))
+    assert "'affine+student=a b' and 'affine+student=a_b' would both be in" in str(error.value)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.files import read_json
+from affine_attention.lab.run import RunFolder
 from affine_attention.study import Plan, run_study
 from affine_attention.study.stages import check_space
 
@@ -48,7 +51,8 @@ def test_every_run_is_trained_evaluated_and_inspected(page, out):
         evaluation, inspection = read_json(run.evaluation_file), read_json(run.inspection_file)
         assert set(evaluation["perplexity"]) == {"heldout", "more"}
         assert inspection["mechanism"]["name"] == mechanism
-        assert run.recipe().teacher == str(out / "teacher" / "model")
+        assert run.recipe().teacher == "beside:../teacher/model"
+        assert run.recipe().located(run.path).teacher == str(out / "teacher" / "model")
         losses[mechanism] = run.log()[0]["loss"]
     # Same initial weights wherever they are shared, same data: at the first step only the attention differs.
     assert len(set(losses.values())) == len(MECHANISMS)
@@ -140,3 +144,41 @@ def test_the_plan_is_kept_and_described(page, plan, out):
     text = plan.describe(Path("runs/x"))
     assert "4 students" in text
     assert "trained first" in text
+
+
+def test_a_study_that_was_moved_goes_on_and_is_known_by_any_spelling(page, plan, out, tmp_path, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(out, moved)
+    before = {path: path.read_bytes() for path in moved.glob("*/log.jsonl")}
+    monkeypatch.chdir(tmp_path)
+    (moved / "affine-seed0" / "inspection.json").unlink()
+    run_study(plan, Path("moved") / ".." / "moved", device="cpu", quiet=True)
+    assert {path: path.read_bytes() for path in moved.glob("*/log.jsonl")} == before
+    assert (moved / "affine-seed0" / "inspection.json").exists()
+
+
+def test_a_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(out, moved)
+    weights = moved / "teacher" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    shutil.rmtree(moved / "affine_gated-seed0")
+    with pytest.raises(ValueError, match="learned from another teacher"):
+        run_study(plan, moved, device="cpu", quiet=True)
+    assert not (moved / "affine_gated-seed0").exists()
+
+
+def test_a_given_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(out / "teacher" / "model", teacher)
+    given = replace(plan, settings={**plan.settings, "teacher": str(teacher)}, mechanisms=("softmax",), perplexity={})
+    run_study(given, tmp_path / "study", device="cpu", quiet=True)
+    weights = teacher / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match="learned from another teacher"):
+        run_study(replace(given, mechanisms=("softmax", "affine")), tmp_path / "study", device="cpu", quiet=True)
+    assert not (tmp_path / "study" / "affine-seed0").exists()

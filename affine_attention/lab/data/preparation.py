@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...cache import default_cache
+from ...files import expanded
 from .corpus import Corpus
 from .heldout import CopySplit, FractionSplit, Split
 from .readers import DocumentRule
@@ -37,6 +38,7 @@ def prepare(
     text_column: str = "text",
     documents: DocumentRule = "blank_line",
     separator: str | None = None,
+    special_tokens: bool = False,
     streaming: bool = False,
     shuffle_window: int = 1024,
     heldout_sequences: int = 64,
@@ -60,6 +62,7 @@ def prepare(
         text_column: the column of json lines, parquet and datasets.
         documents: what ends a document of a text file: "blank_line", "line" or "file".
         separator: the token between documents; by default the tokenizer's end of text.
+        special_tokens: True reads special tokens that stand in the text as tokens; False as the text that they are.
         streaming: read documents while training instead of tokenizing them first; needs a tokenizer.
         shuffle_window: sequences of a stream that are shuffled together.
         heldout_sequences: at least so many sequences of a stream are kept to evaluate on, when heldout is a share.
@@ -71,11 +74,11 @@ def prepare(
     _check_count("heldout_sequences", heldout_sequences, 1)
     layout = Layout(text_column, documents)
     text = _Text(find_sources(sources), *_read_heldout(heldout), layout)
-    folder = default_cache() if cache is None else Path(cache).expanduser()
-    content = text.identity(streaming) | {"text_column": text_column, "documents": documents, "streaming": streaming}
+    folder = default_cache() if cache is None else expanded(cache, "cache")
+    content = text.identity() | {"text_column": text_column, "documents": documents, "streaming": streaming}
 
     tokenizer = _tokenizer(tokenizer, vocabulary_size, separator, text, content, folder, streaming)
-    encoder = DocumentEncoder(tokenizer, separator)
+    encoder = DocumentEncoder(tokenizer, separator, special_tokens)
     content |= {"tokenizer": encoder.fingerprint(), "separator": encoder.separator}
 
     # Tokens are the same for every packing, so they are kept once for all.
@@ -115,9 +118,9 @@ class _Text:
     def holds_out(self) -> bool:
         return bool(self.fraction or self.heldout)
 
-    def identity(self, streaming: bool) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         held = [source.identity() for source in self.heldout]
-        sources = [source.identity(whole=not streaming) for source in self.sources]
+        sources = [source.identity() for source in self.sources]
         return {"sources": sources, "heldout": held or self.fraction}
 
     def split(self) -> Split:

@@ -16,12 +16,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+from ...files import open_regular
+
 DocumentRule = Literal["blank_line", "line", "file"]  # what ends a document in a text file
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 TEXT = (".txt", ".text")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 READABLE = TEXT + JSON_LINES + PARQUET
+LONGEST_DOCUMENT = 256 * 2**20  # bytes: a longer line or document is no text, and would not fit into memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -61,17 +64,22 @@ def _read_text(path: Path, documents: DocumentRule) -> Iterator[str]:
     lines = (line for _, line in _lines(path))
     if documents == "line":
         yield from lines
-    elif documents == "file":
-        yield "\n".join(lines)
-    else:
-        paragraphs: list[str] = []
-        for line in lines:
-            if line.strip():
-                paragraphs.append(line)
-            elif paragraphs:
-                yield "\n".join(paragraphs)
-                paragraphs = []
-        yield "\n".join(paragraphs)
+        return
+    paragraphs: list[str] = []
+    size = 0
+    for line in lines:
+        if line.strip() or documents == "file":
+            paragraphs.append(line)
+            size += len(line) + 1
+            if size > LONGEST_DOCUMENT:
+                raise ValueError(
+                    f"{path}: a document must have at most {LONGEST_DOCUMENT:,} characters; put empty lines between "
+                    'documents, or read it with documents="line"'
+                )
+        elif paragraphs:
+            yield "\n".join(paragraphs)
+            paragraphs, size = [], 0
+    yield "\n".join(paragraphs)
 
 
 def _read_json_lines(path: Path, column: str) -> Iterator[str]:
@@ -82,6 +90,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: not a JSON object ({error.msg} at column {error.colno})") from error
+        except (RecursionError, ValueError) as error:
+            raise ValueError(
+                f"{path}:{number}: not a JSON object that can be read (nested or numbers too long)"
+            ) from error
         if isinstance(record, list):
             raise ValueError(f"{path}:{number}: an array; write one JSON object a line")
         if not isinstance(record, dict):
@@ -141,7 +153,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines without their ends. Reads bytes, so that a wrong one can be named by its place."""
     offset = 0
     with _opened(path) as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_DOCUMENT + 1), b""), 1):
+            if len(raw) > LONGEST_DOCUMENT:
+                raise ValueError(f"{path}:{number}: a line must have at most {LONGEST_DOCUMENT:,} bytes, got more")
             if number == 1 and raw.startswith(BYTE_ORDER_MARK):
                 offset, raw = len(BYTE_ORDER_MARK), raw[len(BYTE_ORDER_MARK) :]
             try:
@@ -160,9 +174,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """The file's bytes, decompressed. What the compression finds wrong is told with the file's name."""
-    opener = COMPRESSED.get(path.suffix.lower(), open)
+    opener = COMPRESSED.get(path.suffix.lower())
     try:
-        with opener(path, "rb") as file:
-            yield file
+        with open_regular(path) as plain:
+            if opener is None:
+                yield plain
+            else:
+                with opener(plain, "rb") as file:
+                    yield file
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise OSError(f"{path}: cannot be decompressed to its end ({error}); it is damaged or cut short") from error

@@ -24,10 +24,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ...files import expanded, read_table
+from ..fingerprint import hash_file_once
+from ..recipe import MOST_FILES
 from .readers import PARQUET, DocumentRule, check_column, kind_of, read_file, text_of
 
 HUB = "hf:"
-END_BYTES = 2**20  # of each end of a streamed file, for its identity
 EMBEDDED = {"embedded:gutenberg": Path(__file__).parent.parent / "embedded" / "gutenberg_pd_mini.txt"}
 
 
@@ -44,8 +46,8 @@ class Source(Protocol):
     @property
     def name(self) -> str: ...
 
-    def identity(self, whole: bool = True) -> dict[str, Any]:
-        """What changes exactly when the content does; JSON. Not whole: files too large to be read for it."""
+    def identity(self) -> dict[str, Any]:
+        """What changes exactly when the content does; JSON."""
         ...
 
     def read(self, layout: Layout) -> Iterator[str]:
@@ -64,6 +66,10 @@ class DocumentStream(Protocol):
 
     def place(self) -> Any:
         """Where the next document is; JSON."""
+        ...
+
+    def check_place(self, place: Any) -> None:
+        """Raises ValueError for what `place` cannot have given."""
         ...
 
 
@@ -108,8 +114,8 @@ class TextFile:
     def name(self) -> str:
         return str(self.path)
 
-    def identity(self, whole: bool = True) -> dict[str, Any]:
-        return _file_identity(self.path, whole)
+    def identity(self) -> dict[str, Any]:
+        return _file_identity(self.path)
 
     def read(self, layout: Layout) -> Iterator[str]:
         yield from read_file(self.path, *layout)
@@ -128,9 +134,11 @@ class SavedDataset:
     def name(self) -> str:
         return str(self.path)
 
-    def identity(self, whole: bool = True) -> dict[str, Any]:
-        state = json.loads((self.path / "state.json").read_text())
-        files = [_file_identity(self.path / entry["filename"], whole) for entry in state["_data_files"]]
+    def identity(self) -> dict[str, Any]:
+        listed = read_table(self.path / "state.json").get("_data_files")
+        if not isinstance(listed, list) or not all(isinstance(entry, dict) and "filename" in entry for entry in listed):
+            raise ValueError(f"{self.path / 'state.json'} must list _data_files, each with a filename; was it edited?")
+        files = [_file_identity(self.path / Path(str(entry["filename"])).name) for entry in listed]
         return {"name": self.path.name, "files": files}
 
     def read(self, layout: Layout) -> Iterator[str]:
@@ -158,12 +166,12 @@ class HubDataset:
     def name(self) -> str:
         return HUB + self.path + (f":{self.config}" if self.config else "") + f"@{self.split}"
 
-    def identity(self, whole: bool = True) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The content of its files where they are on this machine, else their addresses, which name a revision."""
         builder = self._builder()
         files = [str(file) for file in (builder.config.data_files or {}).get(self.split.partition("[")[0], [])]
         if files and all(Path(file).is_file() for file in files):
-            return {"name": self.name, "files": [_file_identity(Path(file), whole) for file in files]}
+            return {"name": self.name, "files": [_file_identity(Path(file)) for file in files]}
         addresses = hashlib.sha256(json.dumps([builder.hash, files]).encode()).hexdigest()
         return {"name": self.name, "number_of_files": len(files), "addresses": addresses}
 
@@ -214,6 +222,10 @@ class CountedStream:
     def place(self) -> int:
         return self.count
 
+    def check_place(self, place: Any) -> None:
+        if type(place) is not int or not 0 <= place < 2**53:
+            raise ValueError(f"the position in {self.source.name} must be a number of documents, got {place!r}")
+
 
 class HubStream:
     """Documents of a streamed dataset; its place is the library's own."""
@@ -234,6 +246,10 @@ class HubStream:
 
     def place(self) -> Any:
         return json.loads(json.dumps(self.dataset.state_dict()))
+
+    def check_place(self, place: Any) -> None:
+        if not isinstance(place, dict):
+            raise ValueError(f"the position in {self.name} must be an object, got {type(place).__name__}")
 
 
 @contextmanager
@@ -285,12 +301,13 @@ def _find(name: str | Path) -> list[Source]:
         return [_parse_hub(text)]
     if text.startswith("embedded:") and text not in EMBEDDED:
         raise ValueError(f"the texts that ship with the package are {', '.join(EMBEDDED)}, got {text!r}")
-    path = EMBEDDED.get(text, Path(text).expanduser())
+    path = EMBEDDED.get(text) or expanded(text, "data")
     if path.is_file():
         return [_file(path)]
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
-        raise ValueError(f"{path} holds several splits ({', '.join(splits)}); name one of them, such as {path}/train")
+        splits = read_table(path / "dataset_dict.json").get("splits", [])
+        named = ", ".join(map(str, splits[:20])) if isinstance(splits, list) else "none named"
+        raise ValueError(f"{path} holds several splits ({named}); name one of them, such as {path}/train")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return [SavedDataset(path)]
     if path.is_dir():
@@ -299,14 +316,31 @@ def _find(name: str | Path) -> list[Source]:
             raise ValueError(f"{path} holds no .txt, .jsonl, .json or .parquet file")
         return [_file(file) for file in files]
     if glob.has_magic(text):
-        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        matches = _matches(path)
         if not matches:
             raise FileNotFoundError(f"no file matches {text}")
         return [_file(match) for match in matches]
+    if path.exists():
+        raise ValueError(f"{text} is neither a file nor a folder but a device, a pipe or a socket; name a file")
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else ""
     raise FileNotFoundError(f"{text} does not exist{hint}")
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """The files of a pattern, sorted; `**` follows no link, so that links in a circle end."""
+    parts = (*pattern.parts, "*") if pattern.name == "**" else pattern.parts  # `**` alone finds folders
+    fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    base = Path(*parts[:fixed]) if fixed else Path()
+    found = []
+    for match in base.glob(str(Path(*parts[fixed:]))):
+        hidden = any(p.startswith(".") for p in match.relative_to(base).parts)
+        if match.is_file() and (not hidden or any(p.startswith(".") for p in parts[fixed:])):
+            found.append(match)
+        if len(found) > MOST_FILES:
+            raise ValueError(f"{pattern} must match at most {MOST_FILES:,} files, got more; name folders instead")
+    return sorted(found)
 
 
 def _hidden(file: Path, folder: Path) -> bool:
@@ -330,14 +364,6 @@ def _parse_hub(text: str) -> HubDataset:
     return HubDataset(path, config or None, split or "train")
 
 
-def _file_identity(path: Path, whole: bool) -> dict[str, Any]:
-    """Of a file's bytes, or of its size and both its ends."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if whole:
-            digest = hashlib.file_digest(file, "sha256")
-        else:
-            digest = hashlib.sha256(file.read(END_BYTES))
-            file.seek(max(0, size - END_BYTES))
-            digest.update(file.read())
-    return {"name": path.name, "kind": kind_of(path), "bytes": size, "sha256": digest.hexdigest()}
+def _file_identity(path: Path) -> dict[str, Any]:
+    """Of all of a file's bytes, of a stream's too: a change in the middle changes the run."""
+    return {"name": path.name, "kind": kind_of(path), "bytes": path.stat().st_size, "sha256": hash_file_once(path)}

@@ -20,20 +20,26 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from ...cache import note_use, remove_oldest
+from ...files import read_table
+from ..fingerprint import hash_file, hash_file_once
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # told by a write, without the name of a file
-SEAL = "whole.json"  # written last: names every file and its size
+SEAL = "whole.json"  # written last: the sha256 of every file
 
 
 def cached(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
     """The folder cache/key. `write` fills an empty folder where there is none yet, or a damaged one."""
     target = cache / key
     if is_whole(target):
+        note_use(target)
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f".{key}.lock"):
             if not is_whole(target):
                 _write(cache, key, write)
+                remove_oldest(cache, keep=key)
     except OSError as error:
         ours = error.filename is not None and cache in (Path(error.filename), *Path(error.filename).parents)
         if not ours and error.errno not in NO_ROOM:
@@ -44,11 +50,11 @@ def cached(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """True when every file that was written is there in its size."""
+    """True when every file that was written is there, byte for byte; each is read once in a process."""
     try:
-        sizes = json.loads((folder / SEAL).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
+        hashes = read_table(folder / SEAL)
+        return all(hash_file_once(folder / name) == expected for name, expected in hashes.items())
+    except (OSError, ValueError):
         return False
 
 
@@ -59,10 +65,10 @@ def _write(cache: Path, key: str, write: Callable[[Path], None]) -> None:
     part.mkdir()
     try:
         write(part)
-        sizes = {str(file.relative_to(part)): file.stat().st_size for file in part.rglob("*") if file.is_file()}
-        for name in sizes:
+        names = [str(file.relative_to(part)) for file in part.rglob("*") if file.is_file()]
+        for name in names:
             _to_disk(part / name)
-        (part / SEAL).write_text(json.dumps(sizes))
+        (part / SEAL).write_text(json.dumps({name: hash_file(part / name) for name in names}))
         _to_disk(part / SEAL)
         _rename(part, cache / key)
     finally:

@@ -63,8 +63,29 @@ class StreamedDataset(IterableDataset):
         return {"start": dict(self._start), "given": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on from there."""
+        """The next iteration goes on from there. A position that this stream cannot have is refused."""
+        self.check(state)
         self._start, self._given, self._resumed = dict(state["start"]), state["given"], True
+
+    def check(self, state: Any) -> None:
+        """Every key, type and range: a checkpoint may come from elsewhere."""
+        start = state.get("start") if isinstance(state, dict) else None
+        if not isinstance(start, dict) or set(state) != {"start", "given"} or set(start) != set(_beginning()):
+            raise ValueError(f"a stream position must have start (with {', '.join(_beginning())}) and given")
+        counts = {"given": state["given"], **{key: start[key] for key in ("epoch", "source", "window", "sequences")}}
+        for key, value in counts.items():
+            if type(value) is not int or not 0 <= value < 2**53:
+                raise ValueError(f"a stream position must have {key} as a whole number from 0 on, got {value!r}")
+        if start["source"] >= len(self.streams):
+            raise ValueError(f"a stream position must be in source 0 to {len(self.streams) - 1}, got {start['source']}")
+        for key, high in (("rest", self.encoder.largest_id), ("rest_starts", self.sequence_length)):
+            values = start[key]
+            if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= high for v in values):
+                raise ValueError(f"a stream position must have {key} as a list of whole numbers from 0 to {high}")
+        if len(start["rest"]) >= self.sequence_length or len(start["rest_starts"]) > self.sequence_length:
+            raise ValueError(f"a stream position must keep fewer than {self.sequence_length} tokens")
+        if start["place"] is not None:
+            self.streams[start["source"]].check_place(start["place"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         workers = get_worker_info()

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ...files import expanded
+
 SEPARATOR = "<|endoftext|>"
 # What models put between documents, for a bare tokenizer.json, which does not say.
 KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 SMALLEST_VOCABULARY = 257  # every byte and the separator
+LARGEST_VOCABULARY = 2**24
 BATCH_CHARACTERS = 2_000_000  # about 0.1 GB while they are encoded
 
 
@@ -21,7 +24,7 @@ def load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase) -> PreTraine
     """A tokenizer by hub name, by folder, or from a bare `tokenizer.json`. No code of a repository is run."""
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
-    path = Path(tokenizer).expanduser()
+    path = expanded(tokenizer, "tokenizer")
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():
@@ -57,7 +60,8 @@ def train_tokenizer(documents: Iterable[str], vocabulary_size: int) -> PreTraine
         vocab_size=vocabulary_size, special_tokens=[SEPARATOR], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    backend.train_from_iterator(documents, trainer)
+    # In pieces: the library holds every word of a text with its place while it is split.
+    backend.train_from_iterator((piece for text in documents for piece in _pieces(text)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR)
 
 
@@ -71,12 +75,21 @@ def check_vocabulary_size(vocabulary_size: int | None) -> None:
             f"vocabulary_size must be at least {SMALLEST_VOCABULARY} (every byte and {SEPARATOR}), got "
             f"{vocabulary_size}"
         )
+    if vocabulary_size > LARGEST_VOCABULARY:
+        raise ValueError(f"vocabulary_size must be at most {LARGEST_VOCABULARY:,}, got {vocabulary_size}")
 
 
 class DocumentEncoder:
-    """Text -> ids of a document: what the tokenizer puts first (a BOS, or nothing), its tokens, the separator."""
+    """Text -> ids of a document: what the tokenizer puts first (a BOS, or nothing), its tokens, the separator.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str | None = None) -> None:
+    A document that holds the text of a special token, such as <|endoftext|>, holds that text: it does not end there.
+    `special_tokens=True` reads it as the token, for text that was prepared with such marks.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, separator: str | None = None, special_tokens: bool = False
+    ) -> None:
+        self.special_tokens = special_tokens
         self.separator, separator_id = _separator(tokenizer, separator)
         self.first = _first_tokens(tokenizer)
         self.tail = [separator_id]
@@ -92,6 +105,7 @@ class DocumentEncoder:
             self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             self.backend.no_truncation()
             self.backend.no_padding()
+            self.backend.encode_special_tokens = not special_tokens
 
     def fingerprint(self) -> str:
         """Changes when any document could be encoded in another way."""
@@ -99,21 +113,24 @@ class DocumentEncoder:
             content = self.backend.to_str()
         else:
             content = repr((type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())))
-        return hashlib.sha256(repr((content, self.first, self.tail)).encode()).hexdigest()
+        return hashlib.sha256(repr((content, self.first, self.tail, self.special_tokens)).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each document."""
+        """Ids of each document. No more text than one batch is encoded at a time, however long a document is."""
         pieces = [_pieces(text) for text in texts]
-        flat = [piece for document in pieces for piece in document]
+        flat = (piece for document in pieces for piece in document)
+        found = (ids for batch in batched(flat, BATCH_CHARACTERS) for ids in self._encode(batch))
+        ends = np.asarray(self.first, self.dtype), np.asarray(self.tail, self.dtype)
+        return [np.concatenate([ends[0], *(next(found) for _ in document), ends[1]]) for document in pieces]
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self.backend is not None:
-            encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(flat, add_special_tokens=False)]
-        else:
-            encoded = self.tokenizer(flat, add_special_tokens=False, truncation=False)["input_ids"]
-        found = iter(encoded)
-        return [
-            np.concatenate([self.first, *(next(found) for _ in document), self.tail]).astype(self.dtype)
-            for document in pieces
-        ]
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.asarray(encoding.ids, self.dtype) for encoding in encodings]
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, truncation=False, split_special_tokens=not self.special_tokens
+        )["input_ids"]
+        return [np.asarray(ids, self.dtype) for ids in encoded]
 
     def encode_all(self, documents: Iterable[str]) -> Iterator[list[np.ndarray]]:
         """Ids of documents, a batch at a time, holding no more than one batch of text."""

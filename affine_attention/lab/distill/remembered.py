@@ -25,11 +25,13 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from ...cache import default_cache
+from ...files import expanded
 from ..data.packing import PackedDataset, collate
 from ..data.store import cached
+from ..fingerprint import fingerprint_model
 from .heads import TEACHER_HIDDEN, run_headless
 
-FORMAT = 1  # of the file; a change makes every old one unseen
+FORMAT = 2  # of the file; a change invalidates every cached one
 FILE = "hidden.bin"  # [sequences, T, M] in the dtype of the head's input, one after the other
 
 
@@ -70,7 +72,7 @@ def remember(
         cache: the folder in which states are kept; by default the user's cache.
         before: called once before the pass, when there is one (to compile the teacher, say).
     """
-    folder = default_cache() if cache is None else Path(cache).expanduser()
+    folder = default_cache() if cache is None else expanded(cache, "cache")
     width = teacher.config.get_text_config().hidden_size
     count, length = sequences.epoch_length, sequences.sequence_length
     shape = (count, length, width)
@@ -135,9 +137,7 @@ def _digest(teacher: Any, fingerprint: str, dtype: torch.dtype) -> str:
     settings = teacher.config.get_text_config().to_diff_dict()
     told = sorted((key, repr(value)) for key, value in settings.items() if key != "_name_or_path")
     digest.update(repr(told).encode())
-    for name, tensor in sorted(teacher.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(fingerprint_model(teacher).encode())
     return digest.hexdigest()
 
 

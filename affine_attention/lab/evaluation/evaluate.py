@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, read_json, write_json
+from ...files import kind, read_table
+from ...hf.loading import load_model, load_tokenizer_of
+from ..device import choose_device
+from ..fingerprint import fingerprint_folder, fingerprint_model
+from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, write_json
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
 from .perplexity import perplexity as measure_perplexity
@@ -73,6 +76,8 @@ def evaluate(
         raise ValueError(f'engine must be "harness" or "direct", got {engine!r}')
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit must be None or an integer of at least 1, got {limit!r}")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
     cache = {} if cache is None else cache
     texts = _named_texts(perplexity)
     chosen = _chosen_tasks(tasks, task_data, engine, bool(texts))
@@ -80,7 +85,7 @@ def evaluate(
     folder, run = locate(path_or_model)
     documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
     model, tokenizer = load(folder or path_or_model, tokenizer, device=device, dtype=dtype)
-    identity = fingerprint_model(model) if folder is None else fingerprint_weights(folder)
+    identity = fingerprint_model(model) if folder is None else fingerprint_folder(folder)
 
     numerics = {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -156,11 +161,7 @@ def locate(path_or_model: Any) -> tuple[Path | None, RunFolder | None]:
 def load(
     folder_or_model: Any, tokenizer: Any, *, device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[Any, Any]:
-    """(model, tokenizer). A folder's own code is never run: this package knows its classes."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ... import hf  # noqa: F401  makes checkpoints with a mechanism known to AutoModelForCausalLM
-
+    """(model, tokenizer). A folder's own code is never run and its pickles are never read (hf/loading.py)."""
     wanted = _dtype("dtype", dtype)
     if not isinstance(folder_or_model, Path):
         if tokenizer is None:
@@ -171,12 +172,12 @@ def load(
                 "load it in that dtype, or pass autocast"
             )
         return folder_or_model, tokenizer
-    model: Any = AutoModelForCausalLM.from_pretrained(folder_or_model, dtype=wanted or "auto", trust_remote_code=False)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = choose_device(device)
+    model = load_model(folder_or_model, dtype=wanted or "auto").to(place)
     if tokenizer is None:
-        if not any((folder_or_model / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        tokenizer = load_tokenizer_of(folder_or_model)
+        if tokenizer is None:
             raise ValueError(f"tokenizer must be given: {folder_or_model} holds none")
-        tokenizer = AutoTokenizer.from_pretrained(folder_or_model, trust_remote_code=False)
     return model, tokenizer
 
 
@@ -206,11 +207,15 @@ def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[s
     """New results over those that the file has, unless it was made of other weights."""
     if target is None or not target.is_file():
         return results
-    old = read_json(target)
-    if old.get("made", {}).get("model") != identity:
+    old = read_table(target)
+    parts = {part: old.get(part) or {} for part in ("made", "perplexity", "tasks")}
+    for part, found in parts.items():
+        if not isinstance(found, dict):
+            raise ValueError(f"{target}: {part} must be an object, got {kind(found)}; was it edited? Move it away")
+    if parts["made"].get("model") != identity:
         warnings.warn(f"{target} was made of other weights: its results are replaced", stacklevel=3)
         return results
-    return {part: old.get(part, {}) | results[part] for part in ("perplexity", "tasks")}
+    return {part: parts[part] | results[part] for part in ("perplexity", "tasks")}
 
 
 def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None:
@@ -218,28 +223,6 @@ def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None
         return None if run is None else run.evaluation_file
     path = Path(output)
     return path if path.suffix == ".json" and not path.is_dir() else path / "evaluation.json"
-
-
-def fingerprint_weights(folder: Path) -> str:
-    """Changes when a checkpoint does: of its configuration, and of the size and both ends of each file of weights."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            digest.update(f"{path.name} {size} ".encode() + file.read(2**20))
-            file.seek(max(0, size - 2**20))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-def fingerprint_model(model: Any) -> str:
-    """The same for a loaded model: of the shapes and some values of its tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, flat.numel() // 64)].float().cpu().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + some.tobytes())
-    return digest.hexdigest()
 
 
 def _chosen_tasks(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .scoring import divides_by_keys, evaluating
-from .tasks import LOCAL, TASKS, TaskFile, harness_folder, nearest, write_definition
+from .tasks import LOCAL, TASKS, TaskFile, check_items, harness_folder, nearest, write_definition
 
 BATCH_SIZE = {"cpu": 16, "cuda": 64}
 BOOTSTRAPS = 1000  # for the errors of metrics that are no means (perplexity); the harness's 100,000 take minutes
@@ -39,6 +39,9 @@ def run_harness(
         seed: of the harness's samplers; zero-shot scores do not depend on it.
     """
     harness_folder()
+    for task in tasks:
+        if isinstance(task, TaskFile) and task.form != "records":
+            check_items(task)  # the harness would score a gold answer that is no choice
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

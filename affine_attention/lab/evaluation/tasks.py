@@ -14,11 +14,14 @@ A space stands between a context and its continuation; a target brings its own.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ...files import kind, open_regular, parse_json
+
+LONGEST_LINE = 16 * 2**20  # bytes of one item
 
 
 class Task(NamedTuple):
@@ -142,46 +145,70 @@ def form_of(path: Path, task: str) -> str | None:
 
 def first_fields(path: Path) -> set[str]:
     if READERS[path.suffix] == "json":
-        with open(path, encoding="utf-8") as file:
-            line = next((line for line in file if line.strip()), "{}")
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} must hold one json object a line, its first line is not: {error.msg}") from error
-        return set(record) if isinstance(record, dict) else set()
+        return set(next((item for _, item in _objects(path)), {}))
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(f'{path} needs pyarrow; pip install "affine-attention[eval]"') from error
-    if path.suffix == ".parquet":
-        return set(pyarrow.parquet.read_schema(path).names)
-    with pyarrow.memory_map(str(path)) as source:
-        try:
-            return set(pyarrow.ipc.open_stream(source).schema.names)
-        except pyarrow.ArrowInvalid:
-            return set(pyarrow.ipc.open_file(source).schema.names)
+    try:
+        if path.suffix == ".parquet":
+            return set(pyarrow.parquet.read_schema(path).names)
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                return set(pyarrow.ipc.open_stream(source).schema.names)
+            except pyarrow.ArrowInvalid:
+                return set(pyarrow.ipc.open_file(source).schema.names)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a whole {path.suffix} file ({reason}); was it cut off?") from error
 
 
 def read_items(file: TaskFile) -> Iterator[dict[str, Any]]:
     """The ready-made items of a file, each checked: an error names the line."""
-    with open(file.path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+    for where, item in _objects(file.path):
+        missing = [name for name in FORMS[file.form] if name not in item]
+        if missing:
+            raise ValueError(f"{where}: must have the fields {', '.join(FORMS[file.form])}, lacks {missing[0]}")
+        for name in FORMS[file.form]:
+            if name in ("choices", "ctxs"):
+                if not isinstance(item[name], list) or not item[name] or not all(map(_is_text, item[name])):
+                    raise ValueError(f"{where}: {name} must be a list of texts that are not empty")
+            elif name != "gold" and not isinstance(item[name], str):
+                raise ValueError(f"{where}: {name} must be text, got {kind(item[name])}")
+        if file.form != "target":
+            several = item["choices" if file.form == "choices" else "ctxs"]
+            if type(item["gold"]) is not int or not 0 <= item["gold"] < len(several):
+                raise ValueError(f"{where}: gold must be 0 to {len(several) - 1}, got {repr(item['gold'])[:80]}")
+        yield item
+
+
+def check_items(file: TaskFile) -> None:
+    """Refuses a file with an item that cannot be scored, whichever engine scores it."""
+    if not sum(1 for _ in read_items(file)):
+        raise ValueError(f"{file.path} must hold at least one item, got none")
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, object) of each line that is not empty."""
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
+            where = f"{path}, line {number}"
+            if len(line) > LONGEST_LINE:
+                raise ValueError(f"{where}: must have at most {LONGEST_LINE:,} bytes, got more")
             if not line.strip():
                 continue
-            where = f"{file.path}, line {number}"
             try:
-                item = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not a json object ({error.msg})") from error
-            missing = [name for name in FORMS[file.form] if name not in item]
-            if missing:
-                raise ValueError(f"{where}: must have the fields {', '.join(FORMS[file.form])}, lacks {missing[0]}")
-            if file.form != "target":
-                several = item["choices" if file.form == "choices" else "ctxs"]
-                if not isinstance(item["gold"], int) or not 0 <= item["gold"] < len(several):
-                    raise ValueError(f"{where}: gold must be 0 to {len(several) - 1}, got {item['gold']!r}")
-            yield item
+                item = parse_json(line, "it")
+            except ValueError as error:
+                raise ValueError(f"{where}: not a json object ({error}); write one json object a line") from error
+            if not isinstance(item, dict):
+                raise ValueError(f"{where}: not a json object but {kind(item)}; write one json object a line")
+            yield where, item
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def choose_tasks(names: Iterable[str] | None, found: dict[str, TaskFile]) -> list[TaskFile]:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..run import RunFolder, is_there, read_lines
+from ...files import is_there, read_lines
+from ..run import RunFolder
 
 FIRST_STEP, LAST_STEP = 0, 500
 THRESHOLDS = (6, 9)
@@ -80,17 +81,18 @@ def format_statistics(name: str | Path, found: Mapping[str, Any]) -> str:
 
 def _norms(log: Any) -> tuple[dict[int, float | None], set[int]]:
     """(norm of each step, steps that were logged more than once: the last line holds)."""
+    where = "the log, line"
     if isinstance(log, str | Path):
         path = RunFolder(log).log_file if Path(log).is_dir() else Path(log)
         if not is_there(path):
             raise FileNotFoundError(f"log must be a log.jsonl or the folder of a run, but there is no {path}")
-        log = read_lines(path)
+        where, log = f"{path}, line", read_lines(path)
     norms: dict[int, float | None] = {}
     repeated: set[int] = set()
     for number, entry in enumerate(log, start=1):
         step, norm = (entry.get("step"), entry.get("grad_norm")) if isinstance(entry, Mapping) else (number, entry)
         if isinstance(step, bool) or not isinstance(step, int):
-            raise ValueError(f"line {number} of the log must have an integer step, got {step!r}")
+            raise ValueError(f"{where} {number} must have an integer step, got {str(step)[:80]!r}")
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float)):
             raise TypeError(f"grad_norm of step {step} must be a number or null, got {norm!r}")
         if step in norms:

@@ -6,16 +6,18 @@ metrics.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ...files import replacing
 from ...hf import attach, is_attached
+from ...hf.loading import load_model, load_tokenizer_of
+from ..device import choose_device
 from ..run import SCHEMA, RunFolder, describe_machine, write_json
 from . import metrics
 from .capture import AttentionCall, mechanism_layers, watch
@@ -71,8 +73,8 @@ def inspect(
                     f"{folder} has no finished model (model/config.json); let `affine train` finish"
                 )
             recipe, folder, output = run.recipe(), run.model, run.path if output is None else output
-        tokenizer = _tokenizer_of(folder) if tokenizer is None else tokenizer
         network = load(folder, device, dtype)
+        tokenizer = load_tokenizer_of(folder) if tokenizer is None else tokenizer
     mechanisms = mechanism_layers(network)
     if not mechanisms:
         raise ValueError(
@@ -114,11 +116,11 @@ def load(
     """The model of a checkpoint folder, ready to be watched; a plain one is given the name of what it is: softmax."""
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds neither a run (recipe.json) nor a checkpoint (config.json)")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    place = choose_device(device)
+    model = load_model(folder, dtype=dtype or "auto")
     if not is_attached(model):
         model = attach(model, "softmax")
-    network: Any = model
-    return network.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return model.to(place).eval()
 
 
 def measure(
@@ -197,14 +199,9 @@ def write(result: dict[str, Any], maps: dict[int, Tensor], folder: Path) -> None
     from safetensors.torch import save
 
     run = RunFolder(folder)
-    run.maps_file.parent.mkdir(parents=True, exist_ok=True)
-    beside = run.maps_file.with_name(f".{run.maps_file.name}.{os.getpid()}.tmp")
-    try:
-        tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
-        beside.write_bytes(save(tensors))  # save_file would leave a file that only its owner can read
-        os.replace(beside, run.maps_file)
-    finally:
-        beside.unlink(missing_ok=True)
+    tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
+    with replacing(run.maps_file) as file:
+        file.write(save(tensors))  # save_file would leave a file that only its owner can read
     write_json(run.inspection_file, result)
 
 
@@ -306,15 +303,6 @@ def _check_ids(found: Sequences, model: Any) -> None:
                 f"token ids must be from 0 to {'..' if size is None else size - 1}, the model's vocabulary, got "
                 f"{smallest} to {largest}: is this the model's tokenizer?"
             )
-
-
-def _tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a folder, None where it has none: ids need no tokenizer."""
-    from ..data import load_tokenizer
-
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    return load_tokenizer(folder)
 
 
 def _device_of(model: nn.Module) -> torch.device:

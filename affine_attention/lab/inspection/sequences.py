@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...files import expanded
 from ..data import heldout_documents, read_documents
 from ..data.packing import as_example
 from ..data.tokenizer import DocumentEncoder
@@ -58,7 +59,10 @@ def find_sequences(text: Any, tokenizer: Any, sequences: int, length: int, recip
     found = Sequences(source)
     first = next(items, None)
     if first is not None and isinstance(first, str):
-        _add_documents(found, first, items, tokenizer, sequences, length, bool(recipe and recipe.document_boundaries))
+        if tokenizer is None:
+            raise ValueError("tokenizer is missing: text has to be turned into ids; pass one, or sequences of ids")
+        encoder = DocumentEncoder(tokenizer, special_tokens=bool(recipe and recipe.special_tokens))
+        _add_documents(found, first, items, encoder, sequences, length, bool(recipe and recipe.document_boundaries))
     elif first is not None:
         _add_ids(found, first, items, sequences, length)
     if not found.inputs and sequences:
@@ -81,11 +85,12 @@ def _items(text: Any, recipe: Recipe | None) -> tuple[str, Iterator[Any]]:
     if text is None:
         return _held_out(recipe)
     if isinstance(text, str | Path):
-        if not Path(text).expanduser().exists():
+        path = expanded(text, "text")
+        if not path.exists():
             raise FileNotFoundError(
                 f"text must be a file or folder that exists, got {str(text)!r}; give words as a list of documents"
             )
-        return str(text), iter(read_documents(Path(text).expanduser(), text_column=column))
+        return str(text), iter(read_documents(path, text_column=column))
     if isinstance(text, Tensor):
         rows = text if text.dim() == 2 else text[None]
         return "token ids", iter(rows)
@@ -105,11 +110,14 @@ def _held_out(recipe: Recipe | None) -> tuple[str, Iterator[str]]:
 
 
 def _add_documents(
-    found: Sequences, first: str, rest: Iterator[Any], tokenizer: Any, sequences: int, length: int, boundaries: bool
+    found: Sequences,
+    first: str,
+    rest: Iterator[Any],
+    encoder: DocumentEncoder,
+    sequences: int,
+    length: int,
+    boundaries: bool,
 ) -> None:
-    if tokenizer is None:
-        raise ValueError("tokenizer is missing: text has to be turned into ids; pass one, or sequences of ids")
-    encoder = DocumentEncoder(tokenizer)
     ids: list[int] = []
     starts: list[int] = []
     document: Any = first

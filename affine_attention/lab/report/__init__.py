@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..run import write_text
+from ...files import write_text
 from . import tables
 from .claim_tables import claims_html
 from .collect import Run, load_run, load_runs
@@ -34,26 +34,27 @@ def report(
 
     Args:
         paths: run folders; unfinished ones too, and those whose weights were not kept. Seeds of one setting are found
-            and averaged.
+            and averaged. One that cannot be read is named on the page, with the reason; the others are shown.
         output: the file to write.
         title: heading of the page; None: the recipes' names.
         markdown: a second file for the same tables: a new one, or one with the marks of markdown.py.
     """
-    runs = load_runs(paths)
+    unreadable: dict[str, str] = {}
+    runs = load_runs(paths, unreadable)
     if not runs:
         raise ValueError("paths must name at least one run folder, got none")
     output = Path(output)
     if output.is_dir():
         raise IsADirectoryError(f"output must be a file, got the folder {output}; write {output / 'report.html'}")
-    written = render(runs, title)
+    written = render(runs, title, unreadable)
     if markdown is not None:  # first, since it may refuse a file with words of its own
         write_markdown(group_runs(runs), Path(markdown))
     write_text(output, written)
     return output
 
 
-def render(runs: list[Run], title: str | None = None) -> str:
-    """The page of these runs as text."""
+def render(runs: list[Run], title: str | None = None, unreadable: dict[str, str] | None = None) -> str:
+    """The page of these runs as text; `unreadable` ones are named with the reason."""
     groups = group_runs(runs)
     drawn = {figure["key"]: figure for figure in figures(groups)}
     maps, map_notes = packed_maps(groups)
@@ -67,7 +68,7 @@ def render(runs: list[Run], title: str | None = None) -> str:
         parts[table.key] = table_html(table)
     papers = "".join(table_html(tables.paper_table(f"table-{index}")) for index in (1, 2, 3, 4))
     sections = [
-        ("overview", "At a glance", _join(parts, "forest", "deltas", "runs") + missing_html(groups)),
+        ("overview", "At a glance", _join(parts, "forest", "deltas", "runs") + missing_html(groups, unreadable)),
         ("claims", "The paper’s claims", claims_html(groups)),
         ("quality", "Quality", _join(parts, "table-1", "table-2", "table-3", "perplexity")),
         ("training", "Training", _join(parts, "figure-7", "figure-10", "figure-8", "table-4", "table-5", "figure-2",

@@ -216,7 +216,16 @@ function plainCell(value) {
   if (value === null || value === undefined) return "";
   const text = String(value).replace(/−/g, "-");
   const number = /^[+-]?[\d.,]+(e[+-]?\d+)?%?( ?[±(].*)?$/i.test(text);
-  return /^[=+\-@\t\r]/.test(text) && !number ? "'" + text : text;
+  return /^[\s\p{C}\p{Z}]*[=+\-@＝＋－＠﹢﹣﹦﹫|%]|^[\t\r\n]/u.test(text) && !number ? "'" + text : text;
+}
+
+// Text that Markdown shows as it is, as the exported file has it: no markup, no HTML, no links of bare addresses.
+function markdownCell(text) {
+  const entities = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
+  return text
+    .replace(/[&<>]/g, (sign) => entities[sign])
+    .replace(/([\\`*[\]|~$]|(?<!\w)_|_(?!\w))/g, "\\$1")
+    .replace(/\b(?:https?|ftp|mailto|xmpp)(?=:)|\bwww(?=\.)/gi, "$&\\");
 }
 
 function csv(rows) {

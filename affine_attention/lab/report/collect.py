@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ..run import RunFolder, is_there, open_run, read_bytes
+from ...files import LARGEST_LOG, is_there, parse_json, read_bytes
+from ..run import RunFolder, open_run
+
+LARGEST_RECIPE = 2**20  # bytes of recipe.json
+LARGEST_MAPS = 512 * 2**20  # bytes of maps.safetensors
+LARGEST_GRID = 2**22  # layers x heads
+DEEPEST = 60  # levels of nested JSON
 
 
 @dataclass
@@ -104,6 +110,9 @@ class Run:
             found = [(entry["step"], grid(entry[key])) for entry in self.log if isinstance(entry.get(key), list)]
             layers = max((values.shape[0] for _, values in found), default=0)
             heads = max((values.shape[1] for _, values in found), default=0)
+            if len(found) * layers * heads > 16 * LARGEST_GRID:
+                self.note(f"log.jsonl: {key} has more layers and heads than a model can have, and was left out")
+                found, layers, heads = [], 0, 0
             stacked = np.full((len(found), layers, heads), np.nan)
             for index, (_, values) in enumerate(found):
                 stacked[index, : values.shape[0], : values.shape[1]] = values
@@ -127,6 +136,9 @@ class Run:
     def maps(self) -> dict[int, np.ndarray]:
         """Signed attention weights [heads, n, n] by layer; empty where none were kept."""
         if not self.folder.maps_file.is_file():
+            return {}
+        if self.folder.maps_file.stat().st_size > LARGEST_MAPS:
+            self.note(f"inspection/maps.safetensors has more than {LARGEST_MAPS:,} bytes and was left out")
             return {}
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -154,12 +166,11 @@ def load_run(path: Path | str | Run) -> Run:
         return path
     folder = open_run(path)
     run = Run(folder, {})
-    try:
-        recipe = json.loads(folder.recipe_file.read_text(encoding="utf-8", errors="replace"))
-    except ValueError as error:
-        raise ValueError(f"{folder.recipe_file} is not JSON ({error}); was it edited or cut off?") from error
+    content = read_bytes(folder.recipe_file, LARGEST_RECIPE).decode("utf-8", errors="replace")
+    recipe = parse_json(content, str(folder.recipe_file))
     if not isinstance(recipe, dict):
         raise ValueError(f"{folder.recipe_file} must hold a table of settings, got {type(recipe).__name__}")
+    check_depth(recipe, str(folder.recipe_file))
     run.recipe = recipe
     run.manifest = _table(run, folder.manifest_file)
     run.evaluation = _table(run, folder.evaluation_file)
@@ -171,20 +182,54 @@ def load_run(path: Path | str | Run) -> Run:
     return run
 
 
-def load_runs(paths: Path | str | Run | Iterable[Path | str | Run]) -> list[Run]:
-    """One path or several; a folder that is given twice is read once."""
+def load_runs(
+    paths: Path | str | Run | Iterable[Path | str | Run], unreadable: dict[str, str] | None = None
+) -> list[Run]:
+    """One path or several; a folder that is given twice is read once.
+
+    Args:
+        paths: folders of runs.
+        unreadable: where given, a run that cannot be read is noted here with the reason and the others are read; an
+            error is raised where none can be read.
+    """
     several = [paths] if isinstance(paths, Path | str | Run) else list(paths)
     runs: dict[Path, Run] = {}
     for path in several:
-        run = load_run(path)
+        try:
+            run = load_run(path)
+        except (ValueError, OSError) as error:
+            # A folder without any run is a wrong path, not an unreadable run.
+            if unreadable is None or len(several) == 1 or isinstance(error, FileNotFoundError):
+                raise
+            unreadable[str(path)] = str(error)
+            continue
         runs.setdefault(run.folder.path.resolve(), run)
+    if unreadable and not runs:
+        raise ValueError(f"none of the {len(several)} runs can be read: {next(iter(unreadable.values()))}")
     return list(runs.values())
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Refuses JSON that is nested more deeply than anything that this package writes."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"{where} is JSON that is nested more than {DEEPEST} levels deep; was it edited?")
 
 
 def number(value: Any) -> float:
     """A float, with NaN for what is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
+    if isinstance(value, int) and abs(value) >= 2**1000:
+        return math.nan  # no float holds it
     return float(value) if math.isfinite(value) else math.nan
 
 
@@ -197,6 +242,8 @@ def grid(value: Any) -> np.ndarray:
         if whole.ndim == 2:
             return np.where(np.isfinite(whole), whole, np.nan)
     rows = [row if isinstance(row, list) else ([] if row is None else [row]) for row in value]
+    if len(rows) * max(map(len, rows), default=0) > LARGEST_GRID:
+        return np.zeros((0, 0))  # one long row among many short ones: no layers and heads
     filled = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
     for index, row in enumerate(rows):
         filled[index, : len(row)] = [number(entry) for entry in row]
@@ -211,9 +258,10 @@ def _table(run: Run, path: Path) -> dict[str, Any]:
     if not is_there(path):
         return {}
     try:
-        found = json.loads(read_bytes(path).decode("utf-8", errors="replace"))
-    except ValueError as error:
-        run.note(f"{path.name} is not JSON ({error}) and was left out")
+        found = parse_json(read_bytes(path).decode("utf-8", errors="replace"), path.name)
+        check_depth(found if isinstance(found, dict) else {}, path.name)
+    except (ValueError, OSError) as error:
+        run.note(f"{error}; it was left out")
         return {}
     if not isinstance(found, dict):
         run.note(f"{path.name} holds no table and was left out")
@@ -227,8 +275,8 @@ def _lines(run: Run, path: Path) -> list[dict[str, Any]]:
         return []
     found, broken = [], 0
     try:
-        lines = read_bytes(path).split(b"\n")
-    except ValueError as error:
+        lines = read_bytes(path, LARGEST_LOG).split(b"\n")
+    except (ValueError, OSError) as error:
         run.note(str(error))
         return []
     for line in lines:
@@ -236,7 +284,7 @@ def _lines(run: Run, path: Path) -> list[dict[str, Any]]:
             continue
         try:
             entry = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             broken += 1
             continue
         if isinstance(entry, dict):
@@ -253,6 +301,6 @@ def _steps(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_step = {}
     for entry in entries:
         step = entry.get("step")
-        if isinstance(step, int) and not isinstance(step, bool):
+        if isinstance(step, int) and not isinstance(step, bool) and abs(step) < 2**53:
             by_step[step] = entry
     return [by_step[step] for step in sorted(by_step)]

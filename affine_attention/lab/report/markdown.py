@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..run import write_text
+from ...files import write_text
 from . import tables
 from .cells import Cell, Row, Table
 from .claim_tables import claim_tables
@@ -79,7 +79,9 @@ def _line(cells: Iterable[str]) -> str:
 
 def _inline(text: str) -> str:
     """Text that is shown as it is: names come from outside and may hold markup. `a_b` needs no escape, `_a_` does."""
-    return re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
+    marked = re.sub(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
+    # GitHub makes links of bare addresses too.
+    return re.sub(r"(?i)\b(https?|ftp|mailto|xmpp)(?=:)|\bwww(?=\.)", lambda found: found[0] + "\\", marked)
 
 
 def _prose(text: str) -> str:

@@ -169,7 +169,7 @@ function mountTable(figure) {
   const table = figure.querySelector("table");
   const rows = () => [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim().replace(/\s+/g, " ")));
   const markdown = () => {
-    const [head, ...body] = rows().map((row) => row.map((text) => text.replace(/\|/g, "\\|")));
+    const [head, ...body] = rows().map((row) => row.map(markdownCell));
     return [head, head.map((_, k) => (k ? "---:" : ":---")), ...body].map((row) => `| ${row.join(" | ")} |`).join("\n") + "\n";
   };
   const tools = element("div", { class: "tools" },

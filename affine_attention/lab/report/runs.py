@@ -14,6 +14,8 @@ from .measures import parameters, perplexity, speed
 from .page import details_html, escaped, list_html, rich, settings_html
 from .text import short
 
+MOST_SETTINGS = 500  # of one run's table of settings
+
 
 def runs_table(groups: list[Group]) -> Table:
     rows = []
@@ -110,9 +112,12 @@ def details_of_runs(groups: list[Group]) -> str:
     return "".join(parts)
 
 
-def missing_html(groups: list[Group]) -> str:
+def missing_html(groups: list[Group], unreadable: dict[str, str] | None = None) -> str:
     """What is not there yet and which command makes it; and what could not be read."""
-    items = []
+    items = [
+        f"<b>{escaped(short(path))}</b>: unreadable: {escaped(short(reason, 400))}"
+        for path, reason in (unreadable or {}).items()
+    ]
     for group in groups:
         for run in group.runs:
             path = shlex.quote(str(run.folder.path))
@@ -142,6 +147,9 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, str]:
     """A nested table as `outer.inner: value`."""
     found: dict[str, str] = {}
     for key, value in values.items():
+        if len(found) >= MOST_SETTINGS:
+            found["…"] = f"{len(values):,} settings; the first {MOST_SETTINGS} are shown"
+            break
         name = f"{before}{key}"
         if isinstance(value, dict) and value:
             found |= flat(value, f"{name}.")

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import html
 import json
-import unicodedata
 from typing import Any
 
+from ...visible import visible
+
+__all__ = ["embedded_json", "escaped", "short", "visible"]
+
 LONGEST = 120
-_NAMED = {"\n": "↵", "\t": "⇥", "\r": "␍"}
-
-
-def visible(text: object) -> str:
-    """The text with every character that acts instead of showing spelled out: `a\\x00b` becomes `a⟨U+0000⟩b`.
-
-    Controls, bidi marks, zero-width characters and lone surrogates can turn a line around, hide a word or break a
-    file. A zero-width joiner between two symbols stays, since emoji are made with it.
-    """
-    given = str(text)
-    shown = []
-    for index, letter in enumerate(given):
-        if letter in _NAMED:
-            shown.append(_NAMED[letter])
-        elif letter == "\u200d" and 0 < index < len(given) - 1 and ord(given[index + 1]) > 0x2000:
-            shown.append(letter)
-        elif unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-            shown.append(f"⟨U+{ord(letter):04X}⟩")
-        else:
-            shown.append(letter)
-    return "".join(shown)
 
 
 def short(text: object, longest: int = LONGEST) -> str:
     """Visible text, cut where it is too long, with the number of characters that it had."""
-    whole = visible(text)
-    if len(whole) <= longest:
+    given = str(text)
+    whole = visible(given[: longest + 1])  # no more of it than can be shown: a name may have megabytes
+    if len(given) <= longest and len(whole) <= longest:
         return whole
-    return f"{whole[: longest - 1]}… ({len(str(text)):,} characters)"
+    return f"{whole[: longest - 1]}… ({len(given):,} characters)"
 
 
 def escaped(text: object) -> str:

@@ -1,13 +1,14 @@
 """Keeps checkpoints of a run so that none is ever half there: written beside, hashed, renamed when whole.
 
     checkpoints/
-      .tmp-step-00000100-8242/   being written, or left by a process that was killed; removed at the next start
-      step-00000050/             MANIFEST.json: the sha256 and size of each file, and whose checkpoint it is
+      .tmp-step-00000100-8242-1f0c2ab9/   being written, or left by a killed process; removed at the next start
+      step-00000050/                      MANIFEST.json: the sha256 and size of each file, and whose checkpoint it is
       step-00000100/
 
 A checkpoint has its name only after every byte of it is on the disk. It counts only if all its files have the hashes of
 its manifest, and an older one is removed only after the new one has been read back. The hashes tell damage, not intent:
-the guard against a hostile folder is that a checkpoint holds JSON and safetensors and nothing in it is ever executed.
+against a hostile folder, a checkpoint holds JSON and safetensors, nothing in it is ever executed, and every key, shape
+and dtype is checked before it is loaded (contents.py). Other names in the folder are left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,12 +26,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..run import now, plain_numbers, read_json
+from ...files import open_regular, read_json
+from ..run import now, plain_numbers
 from .tensorfile import Written, write_bytes, write_tensors
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
 PREFIX, TEMPORARY = "step-", ".tmp-"
+OWN_TEMPORARY = re.compile(r"\.tmp-(old-)?(step-\d{8}|model)-\d+(-[0-9a-f]{8})?")  # ours by name and process id
 BLOCK = 2**20
 
 
@@ -67,10 +72,17 @@ class Checkpoints:
         folder: where they are; it need not exist.
         keep: how many of the newest stay.
         identity: what a checkpoint must have been written for (settings, data) to be taken: JSON.
+        check: raises ValueError for the folder of a step whose content cannot be loaded.
     """
 
-    def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
-        self.folder, self.keep, self.identity = folder, keep, identity
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        identity: dict[str, Any],
+        check: Callable[[Path, int], None] = lambda path, step: None,
+    ) -> None:
+        self.folder, self.keep, self.identity, self.check = folder, keep, identity, check
 
     def path(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:08d}"
@@ -79,19 +91,20 @@ class Checkpoints:
         return int(path.name.removeprefix(PREFIX))
 
     def steps(self) -> list[int]:
-        """Of what is there, whole or not, oldest first."""
-        if not self.folder.is_dir():
+        """Of what is there, whole or not, oldest first. A folder that cannot be listed is an error."""
+        try:
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
             return []
-        names = (path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name[len(PREFIX) :]) for name in names if re.fullmatch(f"{PREFIX}[0-9]{{8,}}", name))
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Draft]:
         """Yields a draft; when the block ends well it becomes the checkpoint of the step, and old ones go."""
-        draft = Draft(self.folder / f"{TEMPORARY}{self.path(step).name}-{os.getpid()}")
+        draft = Draft(self.folder / temporary_name(self.path(step).name))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(draft.path, ignore_errors=True)
             draft.path.mkdir()
             yield draft
             self._complete(draft, step)
@@ -112,7 +125,7 @@ class Checkpoints:
         if fault := self._fault(draft.path, step, from_disk=True):
             raise OSError(None, f"what was read back is not what was written: {fault}")
         final = self.path(step)
-        if final.exists():  # a damaged one, or training went over this step again
+        if final.is_symlink() or final.exists():  # a damaged one, or training went over this step again
             self._remove(final)
         os.rename(draft.path, final)
         sync(self.folder)
@@ -130,10 +143,7 @@ class Checkpoints:
 
     def clean(self) -> list[str]:
         """Removes what processes that were killed have left behind; their names."""
-        left = sorted(self.folder.glob(f"{TEMPORARY}*")) if self.folder.is_dir() else []
-        for path in left:
-            shutil.rmtree(path)
-        return [path.name for path in left]
+        return remove_temporary_folders(self.folder)
 
     def _fault(self, path: Path, step: int, from_disk: bool = False) -> str | None:
         """Why this is not a checkpoint of the step, or None."""
@@ -160,8 +170,14 @@ class Checkpoints:
             return f"missing {Path(error.filename or '').name}"
         except OSError as error:
             return f"cannot be read: {error.strerror}"
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return f"{MANIFEST} is damaged"
+        if from_disk:
+            return None  # it was written just now
+        try:
+            self.check(path, step)
+        except (ValueError, OSError) as error:
+            return str(error).replace(f"{path}{os.sep}", "")
         return None
 
     def _remove_old(self, newest: int) -> None:
@@ -171,9 +187,12 @@ class Checkpoints:
 
     def _remove(self, path: Path) -> None:
         """Renames first: a process that is killed on the way leaves nothing that looks like a checkpoint."""
-        away = path.with_name(f"{TEMPORARY}old-{path.name}-{os.getpid()}")
+        away = path.with_name(temporary_name(f"old-{path.name}"))
         os.rename(path, away)
-        shutil.rmtree(away)
+        if away.is_dir() and not away.is_symlink():
+            shutil.rmtree(away)
+        else:  # a file or a link in a checkpoint's place; what a link leads to stays
+            away.unlink()
 
     def _explain(self, step: int, error: OSError) -> str:
         reason = error.strerror or str(error)
@@ -181,6 +200,22 @@ class Checkpoints:
         good, _ = self.newest()
         last = f"the last good one is {good}" if good else "there is none before it"
         return f"the checkpoint of step {step} could not be written to {self.path(step)}: {reason} ({free}); {last}"
+
+
+def temporary_name(name: str) -> str:
+    """An unpredictable name, so that no link can exist under it: `.tmp-step-00000100-8242-1f0c2ab9`."""
+    return f"{TEMPORARY}{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def remove_temporary_folders(folder: Path) -> list[str]:
+    """Removes what killed processes of this package have left in a folder, and nothing else; their names."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        left = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and OWN_TEMPORARY.fullmatch(e.name))
+    for name in left:
+        shutil.rmtree(folder / name)
+    return left
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
@@ -204,7 +239,7 @@ def _existing(folder: Path) -> Path:
 
 def _hash_file(path: Path, from_disk: bool = False) -> Written:
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             # The bytes were synced: let go of the copy in memory, so that the disk is what is read.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,21 +1,25 @@
-"""Turns a folder into a run that this process may write: new, or the same run as before, and nobody else's."""
+"""Turns a folder into a run that this process may write: new, or the same run as before, and nobody else's.
+
+Nothing is deleted but what has one of our names, with the id of the process that left it, in a folder that held a run.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...files import TEMPORARY_FILE, open_for_appending
 from ..recipe import Recipe
 from ..run import RunFolder, write_json
-from .checkpoints import TEMPORARY, Checkpoints
+from .checkpoints import Checkpoints, remove_temporary_folders
 from .progress import Progress
 from .steplog import keep_whole_lines
 
 LOCK = ".lock"
+FILES = ("recipe.json", "manifest.json", "log.jsonl", "evaluation.json", "inspection.json")  # written beside, renamed
 
 
 def check_folder(run: RunFolder, recipe: Recipe, resume: bool) -> None:
@@ -23,9 +27,9 @@ def check_folder(run: RunFolder, recipe: Recipe, resume: bool) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise ValueError(f"{run.path} is a file; a run needs a folder")
     if not run.exists:
-        # What begins with a dot may be ours: a process can be killed before the first file has its name.
+        # A process can be killed before the first file has its name.
         names = [path.name for path in run.path.iterdir()] if run.path.is_dir() else []
-        strange = [name for name in names if not name.startswith(".")]
+        strange = [name for name in names if name != LOCK and not _is_temporary(name)]
         if strange:
             raise ValueError(
                 f"{run.path} holds {', '.join(sorted(strange)[:3])} but no run (no recipe.json); give a new folder, or "
@@ -53,7 +57,7 @@ def claim(run: RunFolder, first: bool) -> Iterator[None]:
         return
     made = not run.path.exists()
     run.path.mkdir(parents=True, exist_ok=True)
-    with open(run.path / LOCK, "a", encoding="utf-8") as lock:
+    with open_for_appending(run.path / LOCK) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,14 +77,25 @@ def claim(run: RunFolder, first: bool) -> Iterator[None]:
 
 
 def open_run(run: RunFolder, recipe: Recipe, checkpoints: Checkpoints, progress: Progress) -> Path | None:
-    """Prepares the folder and returns the checkpoint to go on from, None for a start; says what it passes over."""
+    """Prepares the folder and returns the checkpoint to go on from, None for a start; says what it passes over.
+
+    Where there are checkpoints and none of them can be used, nothing is changed and the reasons are raised: a start at
+    step 0 would rewind the log and train over what may be readable again tomorrow.
+    """
     before = run.exists
-    if not before:
-        write_json(run.recipe_file, recipe.to_dict())
-    keep_whole_lines(run.events_file)
-    for name in [*checkpoints.clean(), *_clean(run.path)]:
-        run.add_event("skip", reason=f"{name} was never finished; removed")
     newest, skipped = checkpoints.newest()
+    if newest is None and skipped:
+        lines = "\n  ".join(skipped)
+        raise ValueError(
+            f"{run.path} has checkpoints, and none of them can be used:\n  {lines}\n"
+            "make them readable again, or choose a new folder; to start this run at step 0, move its checkpoints away"
+        )
+    if before:
+        keep_whole_lines(run.events_file)
+        for name in [*checkpoints.clean(), *_clean(run.path)]:
+            run.add_event("skip", reason=f"{name} was never finished; removed")
+    else:
+        write_json(run.recipe_file, recipe.to_dict())
     for line in skipped:
         run.add_event("skip", reason=line)
         progress.say(f"skipped checkpoint {line}")
@@ -93,10 +108,14 @@ def open_run(run: RunFolder, recipe: Recipe, checkpoints: Checkpoints, progress:
 
 def _clean(path: Path) -> list[str]:
     """What a killed process has left beside the checkpoints: a model, or a file that was not renamed yet."""
-    left = [*path.glob(f"{TEMPORARY}*"), *path.glob(".*.tmp")]
-    for each in left:
-        if each.is_dir():
-            shutil.rmtree(each)
-        else:
-            os.unlink(each)
-    return [each.name for each in left]
+    with os.scandir(path) as entries:
+        files = sorted(entry.name for entry in entries if not entry.is_dir() and _is_temporary(entry.name))
+    for name in files:
+        os.unlink(path / name)
+    return [*remove_temporary_folders(path), *files]
+
+
+def _is_temporary(name: str) -> bool:
+    """True for `.log.jsonl.8242-1f0c2ab9.tmp`: a file of a run that was not renamed yet, by the process 8242."""
+    found = TEMPORARY_FILE.fullmatch(name)
+    return found is not None and found["name"] in FILES

@@ -38,6 +38,10 @@ class KeptPlaces(IterableDataset):
         """Where the stream was after a step; None on a rank that does not read it."""
         return self._places.get(step)
 
+    def check(self, place: Any) -> None:
+        """Raises ValueError for a position that the stream cannot have."""
+        self.stream.check(place)
+
     def go_to(self, step: int, place: dict[str, Any]) -> None:
         """The next iteration begins after this step."""
         self.stream.load_state_dict(place)

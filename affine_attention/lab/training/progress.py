@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ...visible import printable
+
 
 def wants_progress(quiet: bool | None) -> bool:
     """Whether to show it: as asked, else where somebody is looking."""
@@ -35,6 +37,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar; it goes to stderr also where there is no bar."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

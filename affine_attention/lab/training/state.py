@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .contents import check_group, check_optimizer_tensor, check_random_state
+
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; of tied ones the first."""
@@ -35,6 +37,8 @@ def load_weights(model: nn.Module, stored: Iterable[tuple[str, Tensor]]) -> None
         if name not in own or own[name].shape != tensor.shape:
             shape = list(own[name].shape) if name in own else "no such tensor"
             raise ValueError(f"the checkpoint has {name} {list(tensor.shape)}, the model {shape}")
+        if own[name].dtype != tensor.dtype:
+            raise ValueError(f"the checkpoint has {name} in {tensor.dtype}, the model in {own[name].dtype}")
         own[name].copy_(like(tensor, own[name]))
         missing.discard(name)
     if missing:
@@ -61,27 +65,32 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor]
 def load_optimizer_state(
     model: nn.Module, optimizer: Any, stored: Iterable[tuple[str, Tensor]], settings: dict[str, Any]
 ) -> None:
+    """Sets what `optimizer_state` gave; any other shape, dtype or setting is refused before anything is changed."""
     inner = getattr(optimizer, "optimizer", optimizer)
     _shard_again(model)
     parameters = dict(model.named_parameters())
+    own = {id(parameter): name for name, parameter in parameters.items()}
+    # load_state_dict goes by position.
+    order = [[own[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
+    if [group.get("params") for group in settings["groups"]] != order:
+        raise ValueError("the checkpoint's optimizer has its parameters in another order than the model")
+    for mine, theirs in zip(inner.param_groups, settings["groups"], strict=True):
+        check_group(theirs, mine)
     numbers = {name: number for number, name in enumerate(n for group in settings["groups"] for n in group["params"])}
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in stored:
         kind, _, name = key.partition("/")
         if name not in parameters:
             raise ValueError(f"the checkpoint has the optimizer's {kind} of {name}, which the model does not have")
-        whole = tensor.shape == parameters[name].shape
-        state.setdefault(numbers[name], {})[kind] = like(tensor, parameters[name]) if whole else tensor
+        check_optimizer_tensor(key, tensor, parameters[name])
+        # A copy: what is read is a map of the file, which must not be in use when the checkpoint is removed.
+        copied = tensor.clone()
+        state.setdefault(numbers[name], {})[kind] = copied if kind == "step" else like(copied, parameters[name])
     groups = [
-        {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-        | {"params": [numbers[name] for name in group["params"]]}
-        for group in settings["groups"]
+        {key: tuple(value) if isinstance(value, list) else value for key, value in (mine | theirs).items()}
+        | {"params": [numbers[name] for name in theirs["params"]]}
+        for mine, theirs in zip(inner.param_groups, settings["groups"], strict=True)
     ]
-    own = {id(parameter): name for name, parameter in parameters.items()}
-    for mine, theirs in zip(inner.param_groups, settings["groups"], strict=True):
-        # load_state_dict goes by position.
-        if [own[id(parameter)] for parameter in mine["params"]] != theirs["params"]:
-            raise ValueError("the checkpoint's optimizer has its parameters in another order than the model")
     inner.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -135,6 +144,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     import numpy
 
+    check_random_state(state, "the random state")
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import IO, Any
 
-from ..run import plain_numbers, read_lines
+from ...files import open_for_appending, read_lines, replacing
+from ..run import plain_numbers
 
 TIMING = ("tokens_per_second", "mfu", "seconds")  # what differs between two runs of the same numbers
 
@@ -21,26 +23,19 @@ class StepLog:
 
     def rewind(self, step: int) -> None:
         """Drops what came after a step: the log goes on where the checkpoint does. Beside and renamed."""
-        kept = [line for line in read_lines(self.path) if line["step"] <= step]
-        if [line["step"] for line in kept] != list(range(1, step + 1)):
+        kept = [line for line in read_lines(self.path) if _step_of(line) <= step]
+        if [_step_of(line) for line in kept] != list(range(1, step + 1)):
             raise ValueError(
                 f"{self.path} does not hold steps 1 to {step} in order, so it is not the log of this checkpoint; "
                 "put the file back, or start again in an empty folder"
             )
         self.close()
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with open(beside, "wb") as file:
-                file.writelines(as_line(line) for line in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(self.path) as file:
+            file.writelines(as_line(line) for line in kept)
 
     def add(self, entry: dict[str, Any]) -> None:
         if self._file is None:
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
+            self._file = open_for_appending(self.path)  # open as long as the run
         line = as_line(entry)
         if self._file.write(line) != len(line):
             raise OSError(f"{self.path} could not take the line of step {entry['step']}: is the disk full?")
@@ -54,6 +49,11 @@ class StepLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _step_of(line: dict[str, Any]) -> float:
+    """Infinity where a line names no step: it belongs to no checkpoint."""
+    return line["step"] if type(line.get("step")) is int else math.inf
 
 
 def as_line(entry: dict[str, Any]) -> bytes:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from ... import explain
 from ...hf import STUDENTS, attach, is_attached, student
+from ...hf.loading import load_model
 from ...nn import AttentionMechanism
+from ..estimate import meta_student
 from ..inspection.capture import mechanism_layers
 from ..recipe import Recipe
 
@@ -24,6 +26,7 @@ def build_student(recipe: Recipe) -> Any:
     alone: the plain model draws its weights first, W_a and W_g after it, and always on the CPU.
     """
     if recipe.student in STUDENTS:
+        check_size(recipe)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             return student(recipe.student, recipe.mechanism, device="cpu", **recipe.student_changes)
@@ -36,6 +39,17 @@ def build_student(recipe: Recipe) -> Any:
     return _student_of_folder(recipe)
 
 
+def check_size(recipe: Recipe) -> None:
+    """Refuses sizes that cannot be built, or whose weights do not fit into memory, before they are built."""
+    needed = 4 * sum(parameter.numel() for parameter in meta_student(recipe).parameters())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"student {recipe.student!r} with student_changes {str(recipe.student_changes)[:300]} has weights of "
+            f"{needed / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f} GiB of memory; make it smaller"
+        )
+
+
 def _student_of_folder(recipe: Recipe) -> Any:
     """A model to go on from. One without a mechanism gets the recipe's, and keeps its outputs where it can."""
     if recipe.student_changes:
@@ -43,10 +57,7 @@ def _student_of_folder(recipe: Recipe) -> Any:
             f"student_changes must be empty for a student of a folder, whose configuration is fixed, got "
             f"{recipe.student_changes!r}"
         )
-    folder = Path(recipe.student)
-    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
-        folder = folder / "model"  # of a run
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    model = load_model(recipe.student, "student", dtype=torch.float32)
     if is_attached(model):
         own = mechanism_layers(model)[0].mechanism
         if own != recipe.mechanism:

@@ -11,11 +11,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...files import open_regular
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -59,11 +62,30 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], fetch: Call
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file, one at a time, on the CPU."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  it is not a mapping
             yield name, file.get_tensor(name)
+
+
+def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
+    """(shape, dtype in the words of the format) of each tensor of a safetensors file; no tensor is read."""
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (list(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The library's reader, which holds the header against the file's size; its complaints with the file's name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with open_regular(path):
+            pass
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); was it cut off?") from error
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:

@@ -8,8 +8,6 @@ Everything that can be known to be wrong is an error before the first step. On m
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -20,20 +18,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
+from ...visible import printable
 from ..data import Corpus, check_same_data, prepare
+from ..device import choose_device
 from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from ..estimate import make_utilisation
+from ..fingerprint import fingerprint_model, fingerprint_source
 from ..recipe import Recipe
-from ..run import SCHEMA, RunFolder, describe_machine, plain_numbers, read_json, write_json
+from ..run import SCHEMA, RunFolder, describe_machine, write_json
 from .arguments import training_arguments
-from .checkpoints import Checkpoints, check_room, sync
+from .checkpoints import Checkpoints, check_room, sync, temporary_name
 from .claim import check_folder, claim, open_run
+from .contents import check_contents
 from .guard import NotFiniteError, Stopped, StopSignals
 from .places import KeptPlaces
 from .progress import Progress, wants_progress
 from .state import whole_on_cpu
+from .steplog import StepLog
 from .student import build_student, check_fit, check_teacher, explain_attention
 from .trainer import DistillTrainer
 
@@ -78,7 +82,7 @@ def train(
     check_folder(run, recipe, resume)
     if run.finished:
         if first:
-            print(f"{run.path} is finished: its model is in {run.model}", file=sys.stderr)
+            print(printable(f"{run.path} is finished: its model is in {run.model}"), file=sys.stderr)
         return run.path
     with claim(run, first), _hushed():
         progress = Progress(recipe.steps, wants_progress(quiet) and first, recipe.name)
@@ -113,14 +117,15 @@ def _train(
             "accelerate launch"
         )
     first, device = arguments.process_index == 0, arguments.device
-    corpus = load_corpus(recipe, cache)
+    sources = recipe.located(run.path)
+    corpus = load_corpus(sources, cache)
     text: Any = corpus.train_dataset(recipe.steps * recipe.global_batch, recipe.data_seed)
     if corpus.streaming:
         text = KeptPlaces(text, recipe.global_batch)
     heldout = corpus.heldout_dataset()
     student = build_student(recipe)
     check_fit(recipe, student, corpus.vocabulary_size)
-    teacher = _load_teacher(recipe, student, device)
+    teacher = _load_teacher(sources, student, device)
     remembers = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if remembers:
         text = remember(
@@ -130,10 +135,16 @@ def _train(
         )  # fmt: skip
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
-        check_same_data(run.manifest()["data"], corpus)
-    settings = read_json(run.recipe_file) if run.exists else recipe.to_dict()
-    identity = {"recipe": _digest(settings), "data": corpus.fingerprint}
-    checkpoints = Checkpoints(run.checkpoints, recipe.keep_checkpoints, identity)
+        check_same_data(manifest_part(run, "data", dict), corpus)
+    teacher_is = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
+    if run.exists and run.manifest_file.is_file():
+        check_same_teacher(run, sources, teacher_is)
+    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_is}
+    check_place = text.check if isinstance(text, KeptPlaces) else None
+    checkpoints = Checkpoints(
+        run.checkpoints, recipe.keep_checkpoints, identity,
+        lambda path, step: check_contents(path, step, student, check_place),
+    )  # fmt: skip
     parameters = sum(parameter.numel() for parameter in student.parameters())
     if first:
         missing = max(recipe.keep_checkpoints + 1 - len(checkpoints.steps()), 1)
@@ -143,22 +154,25 @@ def _train(
     start = _from_rank_0(open_run(run, recipe, checkpoints, progress) if first else None)
     if recipe.compile:
         _compile_layers(student, teacher)
+    done = 0 if start is None else checkpoints.step_of(start)
+
+    def begin() -> None:
+        """Of rank 0. Nothing of an earlier session is changed before its checkpoint has been loaded."""
+        _write_manifest(run, corpus, arguments, parameters, attention, teacher_is)
+        StepLog(run.log_file).rewind(done)
+        run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
+
     signals = StopSignals()
     with _tensorboard_in(run.path / "tensorboard"):
         trainer = DistillTrainer(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
-            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step,
+            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step, on_ready=begin,
             utilisation=make_utilisation(
                 student, recipe.sequence_length, device, ranks, None if remembers else teacher
             ),
         )  # fmt: skip
     # Before this there is nothing to save, so a signal may do what it always does.
     with signals, closing(trainer.step_log):
-        if first:
-            done = 0 if start is None else checkpoints.step_of(start)
-            _write_manifest(run, corpus, trainer, parameters, attention)
-            trainer.step_log.rewind(done)
-            run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
         if start is None:
             trainer.train()
         else:
@@ -173,6 +187,25 @@ def _train(
     return run.path
 
 
+def check_same_teacher(run: RunFolder, recipe: Recipe, now: str | None) -> None:
+    """Refuses to go on with a teacher whose weights were replaced since the run began."""
+    before = run.manifest().get("teacher")
+    if before != now:
+        raise ValueError(
+            f"the weights of the teacher {recipe.teacher!r} are not those that {run.path} began with (sha256 {before}, "
+            f"now {now}); bring the old weights back to resume, or start a new run"
+        )
+
+
+def manifest_part(run: RunFolder, key: str, kind: type) -> Any:
+    """One part of manifest.json; an error names the file where it is missing or of another kind."""
+    found = run.manifest().get(key)
+    if not isinstance(found, kind):
+        words = "an object" if kind is dict else "a list"
+        raise ValueError(f"{run.manifest_file} must have {key} as {words}; put the old file back, or start a new run")
+    return found
+
+
 def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
     """The data of a recipe: read, tokenized and packed, or found in the cache."""
     if not recipe.data:
@@ -185,6 +218,7 @@ def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
         tokenizer=recipe.tokenizer if recipe.tokenizer is not None else _teacher_tokenizer(recipe),
         vocabulary_size=recipe.vocabulary_size,
         document_boundaries=recipe.document_boundaries,
+        special_tokens=recipe.special_tokens,
         heldout=recipe.heldout,
         text_column=recipe.text_column,
         streaming=recipe.streaming,
@@ -216,12 +250,14 @@ def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
     model = trainer.model
     state = {name: whole_on_cpu(tensor) for name, tensor in model.state_dict().items()} if _is_sharded(model) else None
     if trainer.is_world_process_zero():
-        beside = run.path / f".tmp-model-{os.getpid()}"
+        beside = run.path / temporary_name("model")
         try:
-            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
             model.save_pretrained(beside, state_dict=state)
             tokenizer.save_pretrained(beside)
             for path in (*beside.iterdir(), beside):
+                if path.is_file():
+                    path.chmod(0o666 & ~_umask())  # safetensors' writer makes files that only their owner can read
                 sync(path)
             if run.model.exists():
                 shutil.rmtree(run.model)
@@ -239,20 +275,21 @@ def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def _umask() -> int:
+    """The process's mask of permissions, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device must be "cpu" or "cuda", got {str(device)!r}')
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r} needs a CUDA GPU, and torch sees none; use cpu")
-    if device.index:
+    chosen = choose_device(device)
+    if chosen.index:
         raise ValueError(
-            f"device={str(device)!r}: one process takes the first GPU that it sees; choose another with "
-            f"CUDA_VISIBLE_DEVICES={device.index}, or take several with torchrun"
+            f"device={str(chosen)!r}: one process takes the first GPU that it sees; choose another with "
+            f"CUDA_VISIBLE_DEVICES={chosen.index}, or take several with torchrun"
         )
-    return device
+    return chosen
 
 
 @contextmanager
@@ -324,27 +361,28 @@ def _compile_in_place(model: nn.Module) -> None:
 
 
 def _write_manifest(
-    run: RunFolder, corpus: Corpus, trainer: DistillTrainer, parameters: int, attention: dict[str, Any]
+    run: RunFolder,
+    corpus: Corpus,
+    arguments: TrainingArguments,
+    parameters: int,
+    attention: dict[str, Any],
+    teacher: str | None,
 ) -> None:
     """What someone needs to know about the run; a resumed one keeps the facts of its start and adds a session."""
-    machine = describe_machine(trainer.args.device)
-    session = machine | {"ranks": trainer.args.world_size, "attention": attention}
+    machine = describe_machine(arguments.device)
+    session = machine | {"ranks": arguments.world_size, "attention": attention}
     if run.manifest_file.is_file():
-        manifest = run.manifest()
-        manifest["sessions"].append(session)
+        manifest = run.manifest() | {"sessions": [*manifest_part(run, "sessions", list), session]}
     else:
         manifest = {"schema": SCHEMA} | session | {
             "parameters": parameters,
             "data": corpus.manifest,
+            "teacher": teacher,
             "train_tokens": corpus.stats["tokens"],
             "heldout_tokens": corpus.stats["heldout_tokens"],
             "sessions": [session],
         }  # fmt: skip
     write_json(run.manifest_file, manifest)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(plain_numbers(value), sort_keys=True).encode()).hexdigest()
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from ...files import read_json
 from ...hf import RunningAlphaCallback
 from ...nn import discard_running_alpha
 from ..data import collate
 from ..inspection.capture import Probe
 from ..recipe import Recipe
-from ..run import RunFolder, read_json
+from ..run import RunFolder, plain_numbers
 from .arguments import make_loss
 from .checkpoints import CheckpointError, Checkpoints
+from .contents import check_schedule
 from .guard import NotFiniteError, StopSignals, find_not_finite
 from .places import KeptPlaces
 from .progress import Progress
@@ -74,6 +76,7 @@ class DistillTrainer(Trainer):
         progress: what a terminal shows.
         utilisation: tokens a second -> the share of the devices' peak, or None where that is unknown.
         on_step: called on rank 0 with each line of the log.
+        on_ready: called on rank 0 before the first step, when a checkpoint that is resumed from has been loaded.
     """
 
     model: Any
@@ -96,6 +99,7 @@ class DistillTrainer(Trainer):
         progress: Progress | None = None,
         utilisation: Callable[[float], float | None] = lambda speed: None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             student,
@@ -114,7 +118,7 @@ class DistillTrainer(Trainer):
         self.loss = make_loss(recipe)
         self.checkpoints, self.signals, self.progress = checkpoints, signals or StopSignals(), progress
         self.step_log, self.watch, self.utilisation = StepLog(run.log_file), Stopwatch(), utilisation
-        self.on_step = on_step
+        self.on_step, self.on_ready = on_step, on_ready
         self.stopped_by = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)  # total, kd, ce of one step
         self._items: Tensor | int = 0
@@ -348,6 +352,7 @@ class DistillTrainer(Trainer):
         load_optimizer_state(
             self.model, self.optimizer, read_tensors(path / "optimizer.safetensors"), training["optimizer"]
         )
+        check_schedule(training["scheduler"], plain_numbers(self.lr_scheduler.state_dict()))
         self.lr_scheduler.load_state_dict(training["scheduler"])
         self.watch.seconds = training["seconds"]
 
@@ -390,6 +395,8 @@ class DistillTrainer(Trainer):
             # Newer torch has another name for it, which the oldest that we support does not know.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_world_process_zero():
+            self.on_ready()
         if self.progress is not None:
             self.progress.start(self.state.global_step)
         self.watch.start()

@@ -124,3 +124,35 @@ def test_other_extensions_are_refused(tmp_path, name):
         list(read_file(path))
     assert str(path) in str(error.value)
     assert ".jsonl" in str(error.value)
+
+
+def test_a_line_or_document_without_end_is_refused(tmp_path, monkeypatch):
+    from affine_attention.lab.data import readers
+
+    monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
+    (tmp_path / "line.txt").write_text("x" * 1001)
+    (tmp_path / "document.txt").write_text("word word\n" * 200)
+    (tmp_path / "good.txt").write_text(("word word\n" * 50 + "\n") * 9)
+    for name, words in (
+        ("line.txt", "line.txt:1: a line must have at most 1,000"),
+        ("document.txt", "a document must"),
+    ):
+        with pytest.raises(ValueError) as error:
+            list(read_file(tmp_path / name))
+        assert words in str(error.value)
+    assert len(list(read_file(tmp_path / "good.txt"))) == 9
+    assert len(list(read_file(tmp_path / "document.txt", documents="line"))) == 200
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="must be a regular file"):
+        list(read_file(tmp_path / "a.txt"))
+
+
+def test_a_deep_record_is_named_by_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not a JSON object"):
+        list(read_file(tmp_path / "a.jsonl"))

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from affine_attention.lab.data import read_documents
-from affine_attention.lab.data.sources import END_BYTES, Layout, find_sources
+from affine_attention.lab.data.sources import Layout, find_sources
 
 from .texts import make_documents, write_json_lines, write_text
 
@@ -140,21 +140,18 @@ def test_identity_is_that_of_the_content(tmp_path):
     assert find_sources(two)[0].identity()["sha256"] != first["sha256"]
 
 
-def test_a_streamed_file_is_known_by_its_size_and_ends(tmp_path):
-    path = tmp_path / "large.txt"
-    path.write_bytes(b"a" * 5 * END_BYTES)
+def test_a_change_in_the_middle_of_a_large_file_is_noticed(tmp_path):
+    path, size = tmp_path / "large.txt", 5 * 2**20
+    path.write_bytes(b"a" * size)
     (source,) = find_sources(path)
-    quick, whole = source.identity(whole=False), source.identity()
-    for place in (0, 5 * END_BYTES - 1):
+    whole = source.identity()
+    for place in (0, size // 2, size - 1):
         with path.open("r+b") as file:
             file.seek(place)
             file.write(b"b")
-        assert source.identity(whole=False) != quick
         assert source.identity() != whole
-        path.write_bytes(b"a" * 5 * END_BYTES)
-    assert source.identity(whole=False) == quick != whole
-    path.write_bytes(b"a" * (5 * END_BYTES + 1))
-    assert source.identity(whole=False) != quick
+        path.write_bytes(b"a" * size)
+    assert source.identity() == whole
 
 
 def test_a_damaged_dataset_is_named(tmp_path):
@@ -180,3 +177,24 @@ def test_the_text_that_ships_with_the_package():
     assert len(documents) > 100
     with pytest.raises(ValueError, match="embedded:gutenberg"):
         list(read_documents("embedded:shakespeare"))
+
+
+def test_links_in_a_circle_end(tmp_path):
+    folder = tmp_path
+    for name in "abc":
+        folder = folder / name
+        folder.mkdir()
+        (folder / "text.txt").write_text(name)
+        for link in range(4):
+            (folder / f"loop-{link}").symlink_to(tmp_path)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "text.txt").write_text("not seen")
+    for pattern in (str(tmp_path / "**" / "*.txt"), str(tmp_path / "**"), str(tmp_path)):
+        assert sorted(read_documents(pattern)) == ["a", "b", "c"]
+
+
+def test_a_device_is_said_to_be_one():
+    with pytest.raises(ValueError, match="/dev/zero is neither a file nor a folder"):
+        find_sources("/dev/zero")
+    with pytest.raises(ValueError, match="got an empty name"):
+        find_sources("")

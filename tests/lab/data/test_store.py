@@ -45,7 +45,7 @@ def test_a_whole_folder_is_not_written_again(tmp_path):
     assert names(tmp_path) == ["key"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "unsealed", "torn seal"])
+@pytest.mark.parametrize("damage", ["missing", "short", "unsealed", "torn seal", "flipped bit"])
 def test_a_damaged_folder_is_written_again(tmp_path, damage):
     folder = cached(tmp_path, "key", write)
     if damage == "missing":
@@ -54,6 +54,10 @@ def test_a_damaged_folder_is_written_again(tmp_path, damage):
         os.truncate(folder / "train.ids", 5)
     elif damage == "unsealed":
         (folder / SEAL).unlink()
+    elif damage == "flipped bit":
+        content = bytearray((folder / "train.ids").read_bytes())
+        content[5] ^= 1
+        (folder / "train.ids").write_bytes(content)
     else:
         os.truncate(folder / SEAL, 10)
     assert not is_whole(folder)

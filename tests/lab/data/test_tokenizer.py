@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from affine_attention.lab.data import load_tokenizer, train_tokenizer
 from affine_attention.lab.data import tokenizer as module
-from affine_attention.lab.data.tokenizer import DocumentEncoder, batched
+from affine_attention.lab.data.tokenizer import SEPARATOR, DocumentEncoder, batched
 
 from .texts import SHARED, make_documents
 
@@ -145,3 +145,40 @@ def test_a_published_tokenizer_by_its_bare_file():
     assert encoder.separator == "<|endoftext|>"
     (ids,) = encoder.encode(["The river."])
     assert encoder.tokenizer.decode(ids) == "The river.<|endoftext|>"
+
+
+def test_the_text_of_a_special_token_is_text_unless_asked():
+    tokenizer = train_tokenizer(["some words to learn from"] * 9, 300)
+    text = f"before {SEPARATOR} after"
+    plain, special = DocumentEncoder(tokenizer), DocumentEncoder(tokenizer, special_tokens=True)
+    end = tokenizer.convert_tokens_to_ids(SEPARATOR)
+    assert plain.encode([text])[0].tolist().count(end) == 1, "the separator at the end alone"
+    assert special.encode([text])[0].tolist().count(end) == 2
+    assert tokenizer.decode(plain.encode([text])[0][:-1]) == text
+    assert plain.fingerprint() != special.fingerprint()
+
+
+def test_a_long_document_is_encoded_in_pieces(monkeypatch):
+    tokenizer = train_tokenizer(["some words to learn from"] * 9, 300)
+    text = "some words\n" * 500
+    whole = DocumentEncoder(tokenizer).encode([text, "short"])
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 1000)
+    encoder, most = DocumentEncoder(tokenizer), []
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda texts: most.append(sum(map(len, texts))) or encode(texts))
+    pieces = encoder.encode([text, "short"])
+    assert [ids.tolist() for ids in pieces] == [ids.tolist() for ids in whole]
+    assert max(most) <= 2000
+
+
+@pytest.mark.parametrize("size", [2**24 + 1, 10**9])
+def test_a_vocabulary_has_a_largest_size(size):
+    with pytest.raises(ValueError, match="must be at most"):
+        train_tokenizer(["a"], size)
+
+
+def test_a_long_document_trains_the_same_tokenizer_in_pieces(monkeypatch):
+    text = "".join(f"some words of line {n % 7}\n" for n in range(300))
+    whole = train_tokenizer([text], 300)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 500)
+    assert train_tokenizer([text], 300).get_vocab() == whole.get_vocab()

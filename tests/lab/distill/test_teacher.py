@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from affine_attention.hf.loading import model_folder
 from affine_attention.lab.distill.loss import DistillLoss
-from affine_attention.lab.distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer, model_folder
+from affine_attention.lab.distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
 from tests.hf.models import make_model, make_tokens, plain_model
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

@@ -174,3 +174,27 @@ def test_the_first_line_must_be_json(tmp_path):
     with pytest.raises(ValueError) as error:
         find_tasks(tmp_path)
     assert "one json object a line" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]", "3", "null", '"text"', '{"ctx": 1, "choices": ["b"], "gold": 0}', "[" * 100_000,
+        '{"ctx": "a", "choices": [], "gold": 0}', '{"ctx": "a", "choices": "b", "gold": 0}',
+        '{"ctx": "a", "choices": [""], "gold": 0}', '{"ctx": "a", "choices": ["b"], "gold": 9}',
+        '{"ctx": "a", "choices": ["b"], "gold": true}',
+    ],
+)  # fmt: skip
+def test_both_engines_refuse_the_same_lines(line, tmp_path):
+    from affine_attention.lab.evaluation.harness import run_harness
+
+    path = write_lines(tmp_path / "piqa.jsonl", [ITEM])
+    path.write_text(path.read_text() + line + "\n")
+    file = find_tasks(tmp_path)["piqa"]
+    with pytest.raises(ValueError) as direct:
+        list(read_items(file))
+    assert "line 2" in str(direct.value)
+    pytest.importorskip("lm_eval")
+    with pytest.raises(ValueError) as harness:
+        run_harness(None, None, [file])
+    assert str(harness.value) == str(direct.value)

@@ -1,9 +1,11 @@
 import json
+import lzma
 import math
 
 import numpy as np
 import pytest
 
+from affine_attention.lab.report import report
 from affine_attention.lab.report.collect import grid, load_run, load_runs, number
 
 from .folders import make_run
@@ -140,3 +142,27 @@ def test_numbers_and_grids_take_anything():
     assert grid(None).size == 0
     assert grid([1.0, None, 3.0]).shape == (3, 1)
     assert np.isnan(grid([[1.0], "x", None, [2.0, 3.0]])).sum() == 5
+
+
+def test_one_unreadable_run_does_not_stop_the_report(tmp_path):
+    good, bad = make_run(tmp_path / "good", "softmax", steps=5), make_run(tmp_path / "bad", "affine", steps=5)
+    (bad / "recipe.json").write_text("[" * 100_000)
+    page = report([good, bad], tmp_path / "page.html").read_text()
+    assert "unreadable" in page
+    assert "nested too deeply" in page
+    with pytest.raises(ValueError, match="nested too deeply"):
+        report([bad], tmp_path / "page.html")
+
+
+def test_archives_that_expand_without_end_are_noted(tmp_path):
+    run = make_run(tmp_path / "run", "affine", steps=5)
+    bomb = lzma.compress(bytes(600 * 2**20), preset=0)
+    for name in ("manifest.json", "log.jsonl", "evaluation.json"):
+        (run / name).unlink()
+        (run / f"{name}.xz").write_bytes(bomb)
+    assert sum("when it is unpacked" in problem for problem in load_run(run).problems) == 3
+
+
+def test_a_grid_holds_no_more_than_it_says():
+    assert grid([[1.0] * 100_000, *([[]] * 100_000)]).size == 0
+    assert grid([[1.0, 2.0], [3.0]]).shape == (2, 2)

@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from affine_attention.files import read_json
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, read_json
+from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.steplog import TIMING
 
 STUDENT = {

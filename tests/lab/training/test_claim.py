@@ -63,9 +63,40 @@ def test_what_is_no_run_is_refused(tmp_path):
         assert words in str(error.value)
     check_folder(RunFolder(tmp_path / "new"), Recipe(), True)
     (tmp_path / "killed").mkdir()
-    for name in (".lock", ".recipe.json.77.tmp"):
+    for name in (".lock", ".recipe.json.77-0123abcd.tmp"):
         (tmp_path / "killed" / name).touch()
     check_folder(RunFolder(tmp_path / "killed"), Recipe(), True)
+
+
+@pytest.mark.parametrize("name", [".ssh", ".tmp-notes", ".bashrc.tmp", ".tmp-model-x", ".notes.77.tmp"])
+def test_a_folder_of_dot_files_is_no_run(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="but no run"):
+        check_folder(RunFolder(tmp_path), Recipe(), True)
+
+
+def test_foreign_names_in_a_run_stay(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.checkpoints.mkdir()
+    foreign = [".tmp-notes", ".tmp-model-x", "checkpoints/.tmp-mine", "checkpoints/.tmp-step-4-x"]
+    for name in foreign:
+        (run.path / name).mkdir()
+        (run.path / name / "precious").touch()
+    for name in (".todo.tmp", ".todo.txt.77.tmp"):
+        (run.path / name).touch()
+    (run.path / ".tmp-model-8").symlink_to(tmp_path)
+    open_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False))
+    assert all((run.path / name / "precious").exists() for name in foreign)
+    assert all((run.path / name).exists() for name in (".todo.tmp", ".todo.txt.77.tmp"))
+    assert tmp_path.is_dir()
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run.path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="got a link"), claim(run, True):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_opening_cleans_up_and_says_so(tmp_path, capsys):

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from affine_attention.lab.run import read_lines
+from affine_attention.files import read_lines
 from affine_attention.lab.training.steplog import StepLog, keep_whole_lines
 
 

@@ -234,6 +234,84 @@ def test_a_run_that_was_never_saved_starts_again(place, tmp_path):
     assert differences(tmp_path / "run", place.run()) == []
 
 
+def test_checkpoints_that_cannot_be_used_stop_the_run_and_change_nothing(place, tmp_path):
+    run = RunFolder(place.train(tmp_path / "run", place.recipe()))
+    shutil.rmtree(run.model)
+    manifests = sorted(run.checkpoints.glob("*/MANIFEST.json"))
+    for manifest in manifests:
+        manifest.rename(manifest.with_name("away"))
+    log = run.log_file.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            place.train(tmp_path / "run", place.recipe())
+        assert "none of them can be used" in str(error.value)
+        assert "step-00000006: missing MANIFEST.json" in str(error.value)
+        assert run.log_file.read_bytes() == log
+    for manifest in manifests:  # readable again: it goes on as if nothing had been
+        manifest.with_name("away").rename(manifest)
+    place.train(tmp_path / "run", place.recipe())
+    assert differences(tmp_path / "run", place.run()) == []
+
+
+def test_checkpoints_that_cannot_be_listed_are_no_empty_folder(place, tmp_path, monkeypatch):
+    run = RunFolder(place.train(tmp_path / "run", place.recipe()))
+    shutil.rmtree(run.model)
+    log, scandir = run.log_file.read_bytes(), os.scandir
+
+    def refuse(path="."):
+        if Path(os.fsdecode(path)) == run.checkpoints:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        place.train(tmp_path / "run", place.recipe())
+    assert run.log_file.read_bytes() == log
+
+
+def test_a_recipe_that_is_written_otherwise_is_the_same_run(place, tmp_path):
+    run = RunFolder(place.train(tmp_path / "run", place.recipe()))
+    shutil.rmtree(run.model)
+    settings = json.loads(run.recipe_file.read_text())
+    run.recipe_file.write_text(json.dumps({**dict(reversed(settings.items())), "temperature": 1}))
+    place.train(tmp_path / "run", place.recipe())
+    assert [event["step"] for event in run.events() if event["event"] == "resume"] == [6]
+
+
+def test_strange_names_among_the_checkpoints_do_not_end_training(place, tmp_path):
+    run = RunFolder(tmp_path / "run")
+
+    def disturb(entry):
+        if entry["step"] == 3:
+            for name in ("step-1", "step-٣", "step-00000001x", "notes"):
+                (run.checkpoints / name).mkdir()
+            (run.checkpoints / "step-00000006").write_text("a file in a checkpoint's place")
+            (run.checkpoints / "step-00000004").symlink_to(tmp_path)
+
+    place.train(run.path, place.recipe(), on_step=disturb)
+    assert differences(run.path, place.run()) == []
+    assert tmp_path.is_dir()
+    assert {"step-1", "step-٣", "step-00000001x", "notes"} <= {path.name for path in run.checkpoints.iterdir()}
+
+
+def test_a_saved_model_has_ordinary_permissions(place):
+    run = RunFolder(place.run())
+    usual = run.recipe_file.stat().st_mode
+    assert {path.stat().st_mode for path in run.model.iterdir()} == {usual}
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"data": 3}', '{"data": {}, "sessions": 3}', "{", "null"])
+def test_a_manifest_without_its_keys_is_named(content, place, tmp_path):
+    run = RunFolder(place.train(tmp_path / "run", place.recipe()))
+    shutil.rmtree(run.model)
+    run.manifest_file.write_text(content)
+    log = run.log_file.read_bytes()
+    with pytest.raises(ValueError) as error:
+        place.train(tmp_path / "run", place.recipe())
+    assert "manifest.json" in str(error.value) or "the data is not that of the run" in str(error.value)
+    assert run.log_file.read_bytes() == log
+
+
 def test_a_finished_run_is_left_alone(place, capsys):
     run = RunFolder(place.run())
     before = (run.log_file.stat().st_mtime_ns, run.events_file.read_text())
@@ -271,6 +349,22 @@ def test_changed_or_vanished_data_is_named_on_resume(tmp_path):
         place.train(tmp_path / "run", place.recipe(steps=40))
     assert "text.txt" in str(error.value)
     assert [e["event"] for e in RunFolder(tmp_path / "run").events()].count("error") == 2
+
+
+def test_a_teacher_that_was_replaced_is_noticed_on_resume(place, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    teacher = shutil.copytree(place.teacher(), tmp_path / "teacher")
+    recipe = place.recipe(teacher=str(teacher))
+    run = RunFolder(place.train(tmp_path / "run", recipe))
+    shutil.rmtree(run.model)
+    weights = {name: tensor.clone() for name, tensor in load_file(teacher / "model" / "model.safetensors").items()}
+    weights["model.norm.weight"][7] += 1e-3
+    save_file(weights, teacher / "model" / "model.safetensors", {"format": "pt"})
+    log = run.log_file.read_bytes()
+    with pytest.raises(ValueError, match=r"weights of the teacher .* are not those"):
+        place.train(tmp_path / "run", recipe)
+    assert run.log_file.read_bytes() == log
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(place, tmp_path):

@@ -1,0 +1,1 @@
+"""Attacks the package as a hostile but fair tester would: `make attack`."""

@@ -1,0 +1,144 @@
+"""Kills and signals training runs, and stops studies; each is started again and must end like one that was not stopped.
+
+Every process is a fork of this one, which has imported everything and started no thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from affine_attention.lab.run import RunFolder
+from affine_attention.lab.training.guard import Stopped
+from affine_attention.study import Plan, run_study
+from tests.lab.training.crash import Crashes, exit_code, run_in_fork
+from tests.lab.training.runs import STUDENT, differences, log_without_timing
+
+from .tally import Battery
+
+KILLS, OPERATIONS, SIGNALS, STUDIES = 100, 90, 70, 39
+JOBS = 2  # processes at a time
+
+
+def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:
+    crashes = Crashes(folder, "affine")
+    numbers = random.Random(seed)
+    ends, begin = battery.deadline, time.monotonic()
+    left = ends - begin
+    moments = [numbers.uniform(0, crashes.seconds * 0.45) for _ in range(_count(KILLS, share))]
+    battery.deadline = begin + left * 0.35
+    _share(battery, folder, "kill -9 at a random moment", crashes.kill_after, list(enumerate(moments)))
+    battery.deadline = begin + left * 0.65
+    operations = _operations(crashes, _count(OPERATIONS, share))
+    _share(battery, folder, "kill -9 before a file operation", crashes.kill_at_operation, operations)
+    battery.deadline = begin + left * 0.85
+    several = [
+        (number, numbers.choice((signal.SIGTERM, signal.SIGINT)), numbers.uniform(0, crashes.seconds))
+        for number in range(_count(SIGNALS, share))
+    ]
+    _share(battery, folder, "SIGTERM or Ctrl-C at a random moment", lambda *a: _signalled(crashes, *a), several)
+    battery.deadline = ends
+    study = StoppedStudies(crashes.folder, crashes.recipe.data[0])
+    stops = [(number, numbers.random()) for number in range(_count(STUDIES, share))]
+    _share(battery, folder, "a study stopped at a random moment", study.stop, stops)
+
+
+def _count(most: int, share: float) -> int:
+    return max(2, round(most * share))
+
+
+def _share(battery: Battery, folder: Path, what: str, work: Callable[..., str | None], tasks: Sequence[tuple]) -> None:
+    """Attacks in JOBS processes at a time, until the tasks or the time of the battery are used up."""
+
+    def do_share(number: int) -> None:
+        own = Battery(battery.name, battery.deadline)
+        row = own.run(what, ((lambda a=a: work(*a)) for a in tasks[number::JOBS]))
+        (folder / f"share-{number}.json").write_text(json.dumps([row.tried, row.failures]))
+
+    children = [run_in_fork(lambda n=n: do_share(n), folder / f"share-{n}.txt") for n in range(JOBS)]
+    row = battery.run(what, ())
+    for number, child in enumerate(children):
+        if exit_code(child):
+            row.tried += 1
+            row.failures.append(f"{what}: {(folder / f'share-{number}.txt').read_text()[-500:]}")
+            continue
+        tried, failures = json.loads((folder / f"share-{number}.json").read_text())
+        row.tried, row.failures = row.tried + tried, row.failures + failures
+
+
+def _operations(crashes: Crashes, count: int) -> list[tuple[str, int]]:
+    """(phase, number of the file operation), evenly spread."""
+    chosen = []
+    for phase in ("start", "save", "finish"):
+        total = len(crashes.operations(phase))
+        step = max(total * 3 // count, 1)
+        chosen += [(phase, number) for number in range(1, total + 1, step)]
+    return chosen
+
+
+def _signalled(crashes: Crashes, number: int, which: int, seconds: float) -> str | None:
+    run = crashes.folder / f"signal-{number}"
+    output = run.with_suffix(".txt")
+
+    def train() -> None:
+        try:
+            crashes.train(run)
+        except (Stopped, KeyboardInterrupt) as stopped:
+            os._exit(128 + which if isinstance(stopped, KeyboardInterrupt) else int(str(stopped.code)))
+
+    child = run_in_fork(train, output)
+    time.sleep(seconds)
+    os.kill(child, which)
+    code = exit_code(child)
+    if code not in (0, 128 + which, -which):
+        return f"ended with {code} after signal {which}: {output.read_text()[-300:]}"
+    if exit_code(run_in_fork(lambda: crashes.train(run), output)):
+        return f"did not resume: {output.read_text()[-500:]}"
+    found = differences(run, crashes.whole)
+    shutil.rmtree(run)
+    return "; ".join(found) or None
+
+
+class StoppedStudies:
+    """Tiny studies of a teacher and two students; the logs of a stopped and resumed one must equal the whole one's."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        settings = {
+            "data": (text,), "heldout": 0.1, "steps": 8, "warmup_steps": 1, "decay_steps": 2, "global_batch": 4,
+            "sequence_length": 32, "vocabulary_size": 320, "student_changes": STUDENT, "save_every": 3,
+        }  # fmt: skip
+        self.plan = Plan(mechanisms=("softmax", "affine"), settings=settings, teacher_steps=6)
+        self.folder = folder
+        self.whole = folder / "study-whole"
+        begin = time.monotonic()
+        if exit_code(run_in_fork(lambda: self.run(self.whole), folder / "study.txt")):
+            raise RuntimeError((folder / "study.txt").read_text()[-2000:])
+        self.seconds = time.monotonic() - begin
+
+    def run(self, out: Path) -> None:
+        run_study(self.plan, out, device="cpu", quiet=True, cache=self.folder / "cache")
+
+    def stop(self, number: int, moment: float) -> str | None:
+        out, output = self.folder / f"study-{number}", self.folder / f"study-{number}.txt"
+        child = run_in_fork(lambda: self.run(out), output)
+        time.sleep(moment * self.seconds)
+        os.kill(child, signal.SIGKILL)
+        exit_code(child)
+        moved = self.folder / f"moved-{number}"  # a study belongs to its folder, wherever that is
+        if out.exists():
+            out.rename(moved)
+        if exit_code(run_in_fork(lambda: self.run(moved), output)):
+            return f"did not go on: {output.read_text()[-500:]}"
+        for name in ("teacher", "softmax-seed0", "affine-seed0"):
+            if log_without_timing(moved / name) != log_without_timing(self.whole / name):
+                return f"the log of {name} differs"
+            if not RunFolder(moved / name).finished:
+                return f"{name} is not finished"
+        shutil.rmtree(moved)
+        return None
