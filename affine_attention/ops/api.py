@@ -19,7 +19,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .call import AttentionCall, Rows
 from .composed import composed_attention
-from .fused.plan import Route, choose_route, why_not_decode, why_not_fused, why_not_plain
+from .fused import runs_on
+from .fused.plan import (
+    HALF,
+    MAX_DECODED_QUERIES,
+    MAX_HEAD_DIM,
+    SERVED,
+    Route,
+    choose_route,
+    why_not_decode,
+    why_not_fused,
+    why_not_plain,
+)
 from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
@@ -87,6 +98,11 @@ def attention(
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
     query, key, value, gate = _follow_autocast(query, key, value, gate)
+    if torch.compiler.is_compiling() and segment_ids is None and window is None and impl == "auto":
+        out = _run_plain_in_graph(query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale,
+                                  nonnegative_alpha)  # fmt: skip
+        if out is not None:
+            return out
     tensors = (query, key, value, alpha, beta, sink, gate, mask)
     settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl)
     signature = _signature(tensors, segment_ids, settings)
@@ -281,6 +297,38 @@ def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) ->
     return lambda tensors, segment_ids: run_plan(
         plan, inputs_of(_same_call(settings, tensors, segment_ids)), needs_gradient
     )
+
+
+def _run_plain_in_graph(
+    query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale, nonnegative_alpha
+) -> Tensor | None:
+    """A call without window and segments, on a GPU, while a compiler traces it; None where the general path must serve.
+
+    Every function and attribute that is traced becomes a guard, which is checked at each call of the compiled code. So
+    this traces as little as possible: the operators check their arguments themselves.
+    """
+    if not (isinstance(query, Tensor) and query.is_cuda and query.dim() == 4 and query.dtype in SERVED):
+        return None
+    if mask is not None and mask.dim() != 2:
+        return None
+    num_queries, num_keys, dim = query.shape[2], key.shape[2], query.shape[3]
+    if dim > MAX_HEAD_DIM or num_queries == 0 or not runs_on(query.device.index or 0):
+        return None
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    rows = (alpha, beta, sink, gate)
+    tensors = (query, key, value, *rows)
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
+        return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale)
+    if scale <= 0 or torch.are_deterministic_algorithms_enabled():
+        return None
+    is_square = num_queries == num_keys > 1
+    if mask is None and is_square and dim % 8 == 0 and query.dtype in HALF and all(x is None for x in rows):
+        return _plain_attention(query, key, value, is_causal, scale)
+
+    return torch.ops.affine_attention.forward(
+        *tensors, None, None, mask, is_causal, None, scale, nonnegative_alpha, needs_gradient
+    )[0]
 
 
 def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:

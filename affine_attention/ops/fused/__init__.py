@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+MIN_CAPABILITY = 80
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on the CPU: slow, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,8 +24,14 @@ def capability(device_index: int) -> int:
     return 10 * major + minor
 
 
+def runs_on(device_index: int) -> bool:
+    """Whether the Triton kernels run on a CUDA GPU."""
+    return HAS_TRITON and capability(device_index) >= MIN_CAPABILITY
+
+
 # What torch.compiler.assume_constant_result sets; calling it here would load the compiler with every import.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def on_device(device: int, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..call import AttentionCall, Rows
+from ..validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
 from ..visibility import Visibility
 from . import on_device
 from .plan import Plan, Route, choose_route, inputs_of
@@ -125,6 +126,7 @@ def _plan_of_operator(arguments: tuple[Any, ...], needs_gradient: bool) -> tuple
         return plan, plan.prepared(list(arguments[:10]))
     call = _call(arguments[:10], *arguments[10:14])
     if plan is None:
+        _check(call)
         if len(_operator_plans) >= MAX_PLANS:
             _operator_plans.clear()
         plan = _operator_plans[key] = plan_of(call, needs_gradient)
@@ -152,9 +154,23 @@ def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *ar
     return [grad for n, grad in enumerate(grads) if grad is not None and (n != 5 or wants_sink)]
 
 
+def _check(call: AttentionCall) -> None:
+    """The checks of `attention` that a graph leaves to the operator."""
+    check_query_key(call.query, call.key)
+    check_value(call.value, call.query, call.key)
+    check_rows(call.query, *call.rows)
+    check_softmax_scale(call.softmax_scale, call.query.shape[-1])
+    seen = call.visibility
+    segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
+    check_visibility(
+        call.query, call.key, mask=seen.key_mask, is_causal=seen.is_causal, window=seen.window, segment_ids=segments
+    )
+
+
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *settings, needs_gradient = arguments[10:]
     call = _call(arguments[:10], *settings)
+    _check(call)
     query = call.query
     if not needs_gradient:
         return torch.empty_like(query), query.new_empty(0), query.new_empty(0), query.new_empty(0)

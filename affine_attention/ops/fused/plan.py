@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, CallSpec, TensorSpec
-from . import HAS_TRITON, INTERPRETED, capability_of
+from . import HAS_TRITON, INTERPRETED, MIN_CAPABILITY, capability_of
 
-MIN_CAPABILITY, CUDNN_CAPABILITY, HOPPER = 80, 90, range(90, 100)
+CUDNN_CAPABILITY, HOPPER = 90, range(90, 100)
 MAX_HEAD_DIM, MAX_DECODED_QUERIES = 256, 16
 HALF, SERVED = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
 # Elements of query from which a call keeps its output in the place of O. Below, O costs at most 64 MiB, and its

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall, CallSpec, Rows, TensorSpec
+from ...validation import check_query_key, check_rows, check_value, check_visibility
 from ...visibility import Visibility
 from .. import on_device
 from ..op import MAX_PLANS
@@ -95,4 +96,15 @@ def packed(x: Any) -> Any:
 
 _library.impl("decode", _decode, "CUDA")
 _library.impl("decode", _decode, "CPU")  # in Triton's interpreter
-torch.library.register_fake("affine_attention::decode", lambda query, *_: torch.empty_like(query), lib=_library)
+
+
+def _fake(query, key, value, alpha, beta, sink, gate, key_mask, lengths, block_table, *_) -> Tensor:
+    check_rows(query, alpha, beta, sink, gate)
+    if block_table is None:
+        check_query_key(query, key)
+        check_value(value, query, key)
+        check_visibility(query, key, mask=key_mask, is_causal=True, window=None, segment_ids=None)
+    return torch.empty_like(query)
+
+
+torch.library.register_fake("affine_attention::decode", _fake, lib=_library)
