@@ -14,14 +14,12 @@ from ..hopper.forward import slot_of, state_slots
 from ..shared import value_sums
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.prologue import prologue_kernel
-from ..shared.side_stream import WORTH_A_STREAM, SideStream
+from ..shared.side_stream import PAUSE_PER_TRANSFER, START_CYCLES, WORTH_A_STREAM, SideStream, cycles_to_move
 from ..shared.value_sums import block_of, padded, warps_of
 from ..shared.workspace import Workspace
 from .kernels import add_later_kernel
 
 ELEMENTS = 32  # of a tile, per thread
-# The row gradients wait until cuDNN's main kernel runs, which is queued behind one that reads dOut and O.
-PAUSE, BYTES_PER_CYCLE = 10_000, 500
 (GRAD, CORE, LSE, VALUE, ALPHA, BETA, SINK, GATE, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS, WEIGHTED,
  NUM_TENSORS) = range(15)  # fmt: skip
 
@@ -57,7 +55,9 @@ class CudnnBackward:
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
         self.weighted_dtype = dtype if has_weighted else None
         self.later = Slot(NUM_TENSORS + len(state.arrays)) if beta is not None else None
-        self.pause = PAUSE + 2 * query.numel() * query.element_size() // BYTES_PER_CYCLE
+        # The row gradients wait until cuDNN's main kernel runs, which is queued behind one that reads dOut and O.
+        num_bytes = 2 * query.numel() * query.element_size()
+        self.pause = START_CYCLES + PAUSE_PER_TRANSFER * cycles_to_move(num_bytes, query.device)
         self.has_side_stream = query.numel() >= WORTH_A_STREAM
         prologue = [self._prologue(grad_out, core, lse)]
         self.scanned = value_sums.is_scanned(self.blocks + 1, query.numel())

@@ -21,7 +21,7 @@ from ..shared.allocation import Allocate, contiguous, like
 from ..shared.descriptors import tile_descriptor
 from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
 from ..shared.prologue import prologue_kernel
-from ..shared.side_stream import SideStream
+from ..shared.side_stream import START_CYCLES, SideStream
 from ..shared.tile_sizes import Config
 from ..shared.tiles import LOG2E
 from ..shared.value_sums import block_of, padded, warps_of
@@ -37,7 +37,6 @@ ROW_UNIT = ALIGNMENT // 4
 NARROW, WIDE = Config(128, 128, 8, 3), Config(64, 128, 8, 3)
 # Elements of a tile per thread in the prologue; more than ELEMENTS spills with a gate.
 ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
-PAUSE = 10_000  # clock cycles by which the prologue on the side stream lets the recomputation start first
 # The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
 (GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
  NUM_TENSORS) = range(19)  # fmt: skip
@@ -129,7 +128,8 @@ class HopperBackward:
         if self.has_marks:
             side = SideStream(grad_out.device)
             self.launches.run("recompute", values, self.device)
-            side.run(lambda: self.launches.run("prologue", values, self.device), PAUSE)
+            # The recomputation starts first.
+            side.run(lambda: self.launches.run("prologue", values, self.device), START_CYCLES)
             side.join()
         else:
             self.launches.run("prologue", values, self.device)

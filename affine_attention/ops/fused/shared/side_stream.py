@@ -11,6 +11,22 @@ import torch
 WORTH_A_STREAM = 2**23
 
 
+# Of a pause, in clock cycles: for a kernel to start, and of a memory-bound kernel's time, which runs before the long one.
+START_CYCLES, PAUSE_PER_TRANSFER = 10_000, 5
+
+
+@functools.cache
+def cycles_to_move(num_bytes: int, device: torch.device) -> int:
+    """Clock cycles in which a GPU moves so many bytes, from its clocks and the width of its memory."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    width, memory_clock, clock = (
+        getattr(properties, name, 0) for name in ("memory_bus_width", "memory_clock_rate", "clock_rate")
+    )
+    # Bits, kHz and kHz; two transfers a cycle. An H200 moves 2,500 bytes in a cycle, which stands for unknown GPUs.
+    per_cycle = 2 * memory_clock * width / 8 / clock if width and memory_clock and clock else 2500
+    return int(num_bytes / per_cycle)
+
+
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
