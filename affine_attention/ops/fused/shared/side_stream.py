@@ -11,7 +11,7 @@ import torch
 WORTH_A_STREAM = 2**23
 
 
-# Of a pause, in clock cycles: for a kernel to start, and of a memory-bound kernel's time, which runs before the long one.
+# A pause lasts until a kernel has started, and several times as long as the transfers of the kernel before it.
 START_CYCLES, PAUSE_PER_TRANSFER = 10_000, 5
 
 
