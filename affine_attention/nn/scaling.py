@@ -20,6 +20,7 @@ from ..ops.fused import HAS_TRITON, INTERPRETED
 from .mechanism import Mechanism
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_PROJECTED_HEADS = 128  # heads of one tile of the projection's kernels
 
 
 def linear_clipping(x: Tensor) -> Tensor:
@@ -55,15 +56,40 @@ class _CollectAlpha(torch.autograd.Function):
         return grad_alpha, None, torch.cat([total, count])
 
 
+def _is_served(x: Tensor) -> bool:
+    """True where the kernels take a tensor [B, T, ...]; a compiled graph traces it."""
+    return (
+        (x.is_cuda or INTERPRETED)
+        and HAS_TRITON
+        and x.dtype in FUSED_DTYPES
+        and type(x) is Tensor  # no fake tensor and no DTensor
+        and x.numel() > 0
+    )
+
+
 def _can_fuse(scores: Tensor) -> bool:
     """True where one Triton kernel replaces the formula; compiled graphs fuse the formula themselves."""
+    return not torch.compiler.is_compiling() and _is_served(scores)
+
+
+def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
+    """True where one Triton kernel replaces the projection and the formula, in compiled graphs too.
+
+    The module is not called then, so it must be a linear layer that nobody has wrapped, hooked or converted.
+    """
+    if type(proj) is not nn.Linear or not _is_served(hidden):
+        return False
+    weight = proj.weight
+    device_type = hidden.device.type
     return (
-        (scores.is_cuda or INTERPRETED)
-        and HAS_TRITON
-        and not torch.compiler.is_compiling()
-        and scores.dtype in FUSED_DTYPES
-        and type(scores) is Tensor  # no fake tensor and no DTensor
-        and scores.numel() > 0
+        type(weight) in (nn.Parameter, Tensor)
+        and weight.dtype == hidden.dtype
+        and weight.device == hidden.device
+        and weight.shape[0] <= MAX_PROJECTED_HEADS
+        and proj.bias is None
+        and not (proj._forward_hooks or proj._forward_pre_hooks or proj._backward_hooks or proj._backward_pre_hooks)
+        and "forward" not in proj.__dict__  # accelerate wraps the method of an instance
+        and not (torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != hidden.dtype)
     )
 
 
@@ -73,6 +99,13 @@ def _fused_coefficients() -> Callable[..., tuple[Tensor, Tensor | None]]:
     from ..ops.fused.coefficients import fused_coefficients
 
     return fused_coefficients
+
+
+def _projected_coefficients(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """Imported on first use, as above; without a cache, which a compiled graph does not trace."""
+    from ..ops.fused.projection import projected_coefficients
+
+    return projected_coefficients(*arguments)
 
 
 class AffineScale(nn.Module):
@@ -127,7 +160,9 @@ class AffineScale(nn.Module):
             num_keys: N of Eq. 8, broadcastable to [B, H, T].
             token_mask: boolean [B, T], True for real tokens: padding does not enter the running average.
         """
-        scores_BTH = self.proj(hidden)
+        has_one_divisor = not self.mechanism.bias or isinstance(num_keys, int)
+        projects = has_one_divisor and _can_project(self.proj, hidden)
+        source = hidden if projects else self.proj(hidden)
         running_alpha = collected = None
         if self.mechanism.bias:
             if num_keys is None:
@@ -135,14 +170,17 @@ class AffineScale(nn.Module):
             running_alpha = self.running_alpha
             if self.training and torch.is_grad_enabled():
                 collected = self.collected
-                if collected.device != scores_BTH.device:
+                if collected.device != source.device:
                     # Built on the meta device and loaded since: no checkpoint holds this buffer.
-                    collected = torch.zeros_like(collected, device=scores_BTH.device, requires_grad=True)
+                    collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
                     self.collected = collected
-        if (running_alpha is None or isinstance(num_keys, int)) and _can_fuse(scores_BTH):
-            return _fused_coefficients()(
-                scores_BTH, self.mechanism.activation, running_alpha, num_keys, token_mask, collected
-            )
+        activation = self.mechanism.activation
+        if projects:
+            weight = self.proj.weight
+            return _projected_coefficients(hidden, weight, activation, running_alpha, num_keys, token_mask, collected)
+        scores_BTH = source
+        if has_one_divisor and _can_fuse(scores_BTH):
+            return _fused_coefficients()(scores_BTH, activation, running_alpha, num_keys, token_mask, collected)
         # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
         wide = scores_BTH.dtype in (torch.float32, torch.float64)
         alpha_BTH = self.activation(scores_BTH if wide else scores_BTH.float())

@@ -47,18 +47,25 @@ def fused_coefficients(
         token_mask: boolean [B, T], True for real tokens; only `collected` depends on it.
         collected: [H + 1] fp64 leaf. Its gradient is the sum of alpha over real tokens, per head, then their number.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
-    if running_alpha is not None and divisor is None:
-        raise ValueError("divisor is missing: beta = (running_alpha - alpha) / divisor needs it (Eq. 8)")
-    if token_mask is not None and token_mask.shape != scores.shape[:2]:
-        raise ValueError(f"token_mask must have shape [B, T] = {list(scores.shape[:2])}, got {list(token_mask.shape)}")
+    check_arguments(scores, activation, running_alpha, divisor, token_mask)
     if scores.stride(2) != 1:
         scores = scores.contiguous()
     divide_by = 1.0 if divisor is None else float(divisor)
     if torch.is_grad_enabled() and (scores.requires_grad or collected is not None):
         return _Coefficients.apply(scores, running_alpha, collected, token_mask, divide_by, activation)
     return _forward(scores, running_alpha, divide_by, activation)
+
+
+def check_arguments(
+    inputs: Tensor, activation: str, running_alpha: Tensor | None, divisor: int | None, token_mask: Tensor | None
+) -> None:
+    """Raises where the arguments of a call with inputs [B, T, ...] do not go together."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    if running_alpha is not None and divisor is None:
+        raise ValueError("divisor is missing: beta = (running_alpha - alpha) / divisor needs it (Eq. 8)")
+    if token_mask is not None and token_mask.shape != inputs.shape[:2]:
+        raise ValueError(f"token_mask must have shape [B, T] = {list(inputs.shape[:2])}, got {list(token_mask.shape)}")
 
 
 class _Coefficients(torch.autograd.Function):
@@ -145,7 +152,7 @@ def _launch(kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numb
 
 
 @triton.jit
-def _activate(score, SIGMOID: tl.constexpr):
+def activate(score, SIGMOID: tl.constexpr):
     """(alpha, its derivative by the score); NaN stays NaN, and PyTorch's clamp has derivative 1 at 0 and at 1."""
     if SIGMOID:
         alpha = tl.div_rn(1.0, 1.0 + tl.exp(-score))
@@ -155,6 +162,19 @@ def _activate(score, SIGMOID: tl.constexpr):
         alpha = tl.where(line < 0.0, 0.0, tl.where(line > 1.0, 1.0, line))
         slope = tl.where((line >= 0.0) & (line <= 1.0), 0.1, 0.0)
     return alpha, slope
+
+
+@triton.jit
+def score_gradient(grad, slope, SIGMOID: tl.constexpr):
+    """The gradient of a score from that of alpha, `grad`, and the derivative of alpha.
+
+    Where the slope of the clipping is 0 the gradient is replaced and not multiplied, as in PyTorch: one that is not
+    finite gives 0.
+    """
+    if SIGMOID:
+        return grad * slope
+    else:
+        return tl.where(slope > 0.0, grad * 0.1, 0.0)
 
 
 @triton.jit(do_not_specialize=FORWARD_NUMBERS)
@@ -169,7 +189,7 @@ def coefficients_kernel(
     head = tl.arange(0, BLOCK_H)[None, :]
     real = (token < num_tokens) & (head < NUM_HEADS)
     score = tl.load(scores + row * stride_sb + token * stride_st + head, mask=real, other=0.0).to(tl.float32)
-    value, _ = _activate(score, SIGMOID)
+    value, _ = activate(score, SIGMOID)
     at = (row * NUM_HEADS + head) * num_tokens + token
     tl.store(alpha + at, value, mask=real)
     if beta is not None:
@@ -195,7 +215,7 @@ def coefficients_backward_kernel(
     head = tl.arange(0, BLOCK_H)[None, :]
     real = (token < num_tokens) & (head < NUM_HEADS)
     score = tl.load(scores + row * stride_sb + token * stride_st + head, mask=real, other=0.0).to(tl.float32)
-    value, slope = _activate(score, SIGMOID)
+    value, slope = activate(score, SIGMOID)
     if grad_scores is not None:
         grad = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
         if grad_alpha is not None:
@@ -204,8 +224,7 @@ def coefficients_backward_kernel(
         if grad_beta is not None:
             at = row * stride_bb + head * stride_bh + token * stride_bt
             grad -= tl.div_rn(tl.load(grad_beta + at, mask=real, other=0.0), divisor)
-        # Replaced and not multiplied by a slope of 0, as in PyTorch: a gradient that is not finite stays outside.
-        grad = grad * slope if SIGMOID else tl.where(slope > 0.0, grad * 0.1, 0.0)
+        grad = score_gradient(grad, slope, SIGMOID)
         at = (row * num_tokens + token) * NUM_HEADS + head
         tl.store(grad_scores + at, grad.to(grad_scores.dtype.element_ty), mask=real)
     if partial is not None:

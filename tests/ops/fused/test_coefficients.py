@@ -191,13 +191,18 @@ def test_one_launch_each_way(monkeypatch):
     assert launched == [coefficients.coefficients_kernel, coefficients.coefficients_backward_kernel]
 
 
+class OtherLinear(nn.Linear):
+    """A projection that is not a plain linear layer: projection.py leaves it to the kernels here."""
+
+
 class Layer(nn.Module):
-    """AffineScale between two projections, in activation checkpoints or not."""
+    """AffineScale with another projection, in activation checkpoints or not."""
 
     def __init__(self, checkpointed=False):
         super().__init__()
         torch.manual_seed(0)
         self.scale = AffineScale(Mechanism.named("affine", running_alpha_start=0.3), 16, 4)
+        self.scale.proj = OtherLinear(16, 4, bias=False)
         nn.init.normal_(self.scale.proj.weight, std=1.0)
         self.checkpointed = checkpointed
 
@@ -253,6 +258,7 @@ def test_which_calls_take_the_kernels():
     assert not scaling._can_fuse(x.double())
     assert not scaling._can_fuse(x[:, :0])
     scale = AffineScale(Mechanism.named("affine"), 16, 4).to(DEVICE)
+    scale.proj = OtherLinear(16, 4, bias=False, device=DEVICE)
     hidden = torch.randn(2, 3, 16, device=DEVICE)
     assert "_Coefficients" in type(scale(hidden, 64)[0].grad_fn).__name__
     by_row, _ = scale(hidden, torch.full((2, 1, 3), 64, device=DEVICE))

@@ -1,0 +1,308 @@
+"""Turns hidden states and W_a into alpha and beta (Eq. 7 and 8) in one launch, and their gradients back in two.
+
+The projection has few columns, so a training step spends less time in it on the GPU than on the host: as a linear layer
+it is three GEMM calls per layer, and coefficients.py adds two launches. The launches of each kind of call are prepared
+once and later go by address. A compiled graph contains two opaque operators in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import current_device
+from .coefficients import check_arguments
+from .projection_kernels import NUM_WARPS, projection_backward_kernel, projection_kernel, projection_sum_kernel
+from .shared.launch import Launch, LaunchSet, Slot
+from .shared.workspace import Workspace
+
+PROGRAMS = 264  # CTAs of the backward, two for each SM of an H100: a constant, so that sums do not depend on the GPU
+MAX_LAUNCH_SETS = 4096  # kinds of calls to keep: evaluation has many lengths
+
+_launch_sets: dict[tuple[Any, ...], LaunchSet] = {}
+
+
+def projected_coefficients(
+    hidden: Tensor,
+    weight: Tensor,
+    activation: str,
+    running_alpha: Tensor | None = None,
+    divisor: int | None = None,
+    token_mask: Tensor | None = None,
+    collected: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """alpha = phi(W_a x) and beta = (running_alpha - alpha) / divisor, each contiguous [B, H, T] in fp32.
+
+    W_a x is summed in fp32 and rounded to the dtype of hidden before the activation, as a linear layer rounds it.
+
+    Args:
+        hidden: [B, T, M] in bf16, fp16 or fp32; not empty.
+        weight: [H, M], W_a in the dtype of hidden.
+        activation: "linear_clipping" or "sigmoid".
+        running_alpha: [H] fp32; None returns beta = None.
+        divisor: N of Eq. 8; needed with running_alpha.
+        token_mask: boolean [B, T], True for real tokens; only `collected` depends on it.
+        collected: [H + 1] fp64 leaf. Its gradient is the sum of alpha over real tokens, per head, then their number.
+    """
+    check_arguments(hidden, activation, running_alpha, divisor, token_mask)
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one of them")
+    number, sigmoid = 1 if divisor is None else divisor, activation == "sigmoid"
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or collected is not None):
+        return _Projection.apply(hidden, weight, running_alpha, collected, token_mask, number, sigmoid)
+    found = _forward(hidden, weight, running_alpha, number, sigmoid, False)
+    return found[0], None if running_alpha is None else found[1]
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        running_alpha: Tensor | None,
+        collected: Tensor | None,
+        token_mask: Tensor | None,
+        divisor: int,
+        sigmoid: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        found = _forward(hidden, weight, running_alpha, divisor, sigmoid, True)
+        # alpha does not tell a score on the boundary of the clipping from one beyond it, so the scores are saved.
+        ctx.save_for_backward(hidden, weight, found[-1], token_mask)
+        ctx.divisor, ctx.sigmoid = divisor, sigmoid
+        ctx.set_materialize_grads(False)
+        return found[0], None if running_alpha is None else found[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_alpha: Tensor | None, grad_beta: Tensor | None):
+        # Gradients are enabled under create_graph=True only; the guard against a second backward takes longer than
+        # the launches.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _guarded_gradients(ctx, grad_alpha, grad_beta)
+        return _gradients(ctx, grad_alpha, grad_beta)
+
+
+def _gradients(ctx: Any, grad_alpha: Tensor | None, grad_beta: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, scores, token_mask = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    has_grad = grad_alpha is not None or grad_beta is not None
+    wants = (needs[0] and has_grad, needs[1] and has_grad, needs[3])
+    run = torch.ops.affine_attention.projection_backward if torch.compiler.is_compiling() else _run_backward
+    found = iter(run(hidden, weight, scores, token_mask, grad_alpha, grad_beta, ctx.divisor, ctx.sigmoid, *wants))
+    grad_hidden = next(found) if wants[0] else None
+    grad_weight = next(found) if wants[1] else None
+    return grad_hidden, grad_weight, None, next(found) if wants[2] else None, None, None, None
+
+
+_guarded_gradients = once_differentiable(_gradients)
+
+
+def _forward(
+    hidden: Tensor, weight: Tensor, running_alpha: Tensor | None, divisor: int, sigmoid: bool, keeps_scores: bool
+) -> list[Tensor]:
+    """alpha, then beta where there is a running average, then the scores [B, T, H] where they are kept."""
+    run = torch.ops.affine_attention.projection if torch.compiler.is_compiling() else _run_forward
+    return run(hidden, weight, running_alpha, divisor, sigmoid, keeps_scores)
+
+
+def _run_forward(
+    hidden: Tensor, weight: Tensor, running_alpha: Tensor | None, divisor: int, sigmoid: bool, keeps_scores: bool
+) -> list[Tensor]:
+    device = hidden.get_device()
+    has_beta = running_alpha is not None
+    key = (hidden.shape, weight.shape, hidden.dtype, device, has_beta, divisor, sigmoid, keeps_scores)
+    launches = _launch_sets.get(key)
+    if launches is None:
+        launches = _keep(key, _forward_launches(hidden, weight, has_beta, divisor, sigmoid, keeps_scores))
+    outputs = _new_outputs(hidden, weight, has_beta, keeps_scores)
+    inputs = [_addressable(hidden), _addressable(weight), _addressable(running_alpha)]
+    tensors = [*inputs, outputs[-1] if keeps_scores else None, outputs[0], outputs[1] if has_beta else None]
+    with current_device(device):
+        launches.run("forward", launches.values(tensors), device)
+    return outputs
+
+
+def _new_outputs(hidden: Tensor, weight: Tensor, has_beta: bool, keeps_scores: bool) -> list[Tensor]:
+    (batch, length, _), heads = hidden.shape, weight.shape[0]
+    outputs = [torch.empty((batch, heads, length), dtype=torch.float32, device=hidden.device)]
+    if has_beta:
+        outputs.append(torch.empty((batch, heads, length), dtype=torch.float32, device=hidden.device))
+    if keeps_scores:
+        outputs.append(torch.empty((batch, length, heads), dtype=hidden.dtype, device=hidden.device))
+    return outputs
+
+
+def _run_backward(
+    hidden: Tensor, weight: Tensor, scores: Tensor, token_mask: Tensor | None, grad_alpha: Tensor | None,
+    grad_beta: Tensor | None, divisor: int, sigmoid: bool, wants_hidden: bool, wants_weight: bool, wants_sums: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of hidden, weight and collected, those that are wanted."""
+    device = hidden.get_device()
+    wants = (wants_hidden, wants_weight, wants_sums)
+    if not wants_sums:
+        token_mask = None
+    missing = (token_mask is None, grad_alpha is None, grad_beta is None)
+    key = (hidden.shape, weight.shape, hidden.dtype, device, missing, divisor, sigmoid, *wants)
+    launches = _launch_sets.get(key)
+    if launches is None:
+        launches = _keep(key, _backward_launches(hidden, weight, missing, divisor, sigmoid, wants))
+    outputs = _new_gradients(hidden, weight, *wants)
+    found = iter(outputs)
+    tensors = [
+        *map(_addressable, (hidden, weight, scores, token_mask, grad_alpha, grad_beta)),
+        *(next(found) if want else None for want in wants),
+    ]
+    with current_device(device):
+        buffers = [workspace.new() for workspace in launches.workspaces]
+        launches.run("backward", launches.values(tensors, *buffers), device)
+    return outputs
+
+
+def _new_gradients(
+    hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool, wants_sums: bool
+) -> list[Tensor]:
+    outputs = []
+    if wants_hidden:
+        outputs.append(torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device))
+    if wants_weight:
+        outputs.append(torch.empty(weight.shape, dtype=weight.dtype, device=hidden.device))
+    if wants_sums:
+        outputs.append(torch.empty(weight.shape[0] + 1, dtype=torch.float64, device=hidden.device))
+    return outputs
+
+
+def _addressable(x: Tensor | None) -> Tensor | None:
+    """The tensor as the kernels address it: contiguous, at a multiple of 16 bytes."""
+    if x is None:
+        return None
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return x if x.data_ptr() & 15 == 0 else x.clone()
+
+
+def _keep(key: tuple[Any, ...], launches: LaunchSet) -> LaunchSet:
+    if len(_launch_sets) >= MAX_LAUNCH_SETS:
+        _launch_sets.clear()
+    _launch_sets[key] = launches
+    return launches
+
+
+def _forward_launches(
+    hidden: Tensor, weight: Tensor, has_beta: bool, divisor: int, sigmoid: bool, keeps_scores: bool
+) -> LaunchSet:
+    (batch, length, dim), heads = hidden.shape, weight.shape[0]
+    block_t, block_h, block_m = forward_tile(length, heads, dim, hidden.dtype)
+    slots = [Slot(n) for n in range(6)]
+    launch = _launch(
+        projection_kernel, (batch * _blocks(length, block_t),), *slots, length, float(divisor), heads, dim, block_t,
+        block_h, block_m, sigmoid, num_stages=4,
+    )  # fmt: skip
+    return LaunchSet({"forward": [launch]})
+
+
+def _backward_launches(
+    hidden: Tensor, weight: Tensor, missing: tuple[bool, ...], divisor: int, sigmoid: bool, wants: tuple[bool, ...]
+) -> LaunchSet:
+    (batch, length, dim), heads = hidden.shape, weight.shape[0]
+    wants_hidden, wants_weight, wants_sums = wants
+    block_t, block_h, block_m = backward_tile(length, heads, dim, hidden.dtype)
+    blocks = batch * _blocks(length, block_t)
+    chunks = _blocks(dim, block_m) if wants_hidden or wants_weight else 0
+    parts = _num_parts(blocks, chunks)
+    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if wants_weight:
+        arrays["weight"] = ((parts, heads, dim), torch.float32)
+    if wants_sums:
+        arrays["sums"] = ((parts, heads + 1), torch.float64)
+    partial = {name: Slot(9 + n) for n, name in enumerate(arrays)}
+    partial_weight, partial_sums = partial.get("weight"), partial.get("sums")
+    slots = [Slot(n) for n in range(7)]
+    launches = [
+        _launch(
+            projection_backward_kernel, (parts, chunks + wants_sums), *slots, partial_weight, partial_sums, length,
+            blocks, float(divisor), heads, dim, chunks, block_t, block_h, block_m, sigmoid, num_stages=3,
+        )
+    ]  # fmt: skip
+    if not arrays:
+        return LaunchSet({"backward": launches})
+    block_p, block_w, block_s = min(64, 1 << (parts - 1).bit_length()), 64, 16
+    weight_programs = _blocks(heads * dim, block_w) if wants_weight else 0
+    programs = weight_programs + (_blocks(heads + 1, block_s) if wants_sums else 0)
+    launches.append(
+        _launch(
+            projection_sum_kernel, (programs,), partial_weight, partial_sums, Slot(7), Slot(8), parts, heads, dim,
+            weight_programs, block_p, block_w, block_s,
+        )
+    )  # fmt: skip
+    return LaunchSet({"backward": launches}, Workspace(arrays, hidden.device))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Launch:
+    """Without fp fusion, as in coefficients.py: scores on the boundary of the clipping keep their gradient."""
+    return Launch(kernel, grid, arguments, num_warps=NUM_WARPS, enable_fp_fusion=False, **options)
+
+
+def _blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+def _num_parts(blocks: int, chunks: int) -> int:
+    """Programs per chunk of M, as few as have no more token blocks each than with PROGRAMS in all."""
+    most = max(1, PROGRAMS // max(1, chunks))
+    return _blocks(blocks, _blocks(blocks, most))
+
+
+def forward_tile(length: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(tokens, heads, columns of M) of a tile. With few tokens W_a is most of the traffic: larger chunks of it."""
+    block_h, half = _power_of_two(heads), dtype.itemsize == 2
+    block_t = min(64 if half and block_h <= 64 else 32, _power_of_two(length))
+    columns = (256 if block_t * block_h <= 512 else 64) if half else 32
+    return block_t, block_h, min(columns, _power_of_two(dim))
+
+
+def backward_tile(length: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(tokens, heads, columns of M) of a tile; [heads, columns] are summed in registers.
+
+    The loads of three iterations, at most 90 KiB, fit the shared memory of every GPU from compute capability 8.0.
+    """
+    block_h, half = _power_of_two(heads), dtype.itemsize == 2
+    most = max(16, min(64, 2048 // block_h) if half else min(32, 1024 // block_h))
+    columns = 128 if half and block_h <= 32 else 64 if half else 32
+    return min(most, _power_of_two(length)), block_h, min(columns, _power_of_two(dim))
+
+
+def _power_of_two(length: int) -> int:
+    """The next power of 2, 16 at least: the smallest side of a tile of an MMA."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+_library = torch.library.Library("affine_attention", "FRAGMENT")
+_library.define(
+    "projection(Tensor hidden, Tensor weight, Tensor? running_alpha, SymInt divisor, bool sigmoid, bool keeps_scores) "
+    "-> Tensor[]"
+)
+_library.define(
+    "projection_backward(Tensor hidden, Tensor weight, Tensor scores, Tensor? token_mask, Tensor? grad_alpha, "
+    "Tensor? grad_beta, SymInt divisor, bool sigmoid, bool wants_hidden, bool wants_weight, bool wants_sums) "
+    "-> Tensor[]"
+)
+
+
+def _fake_forward(hidden, weight, running_alpha, divisor, sigmoid, keeps_scores) -> list[Tensor]:
+    return _new_outputs(hidden, weight, running_alpha is not None, keeps_scores)
+
+
+def _fake_backward(hidden: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
+    return _new_gradients(hidden, weight, *rest[-3:])
+
+
+for _name, _body, _fake in (
+    ("projection", _run_forward, _fake_forward),
+    ("projection_backward", _run_backward, _fake_backward),
+):
+    _library.impl(_name, _body, "CUDA")
+    _library.impl(_name, _body, "CPU")  # in Triton's interpreter
+    torch.library.register_fake(f"affine_attention::{_name}", _fake, lib=_library)
