@@ -7,22 +7,31 @@ once and later go by address. A compiled graph contains two opaque operators in 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import current_device
+from . import on_device
 from .coefficients import check_arguments
 from .projection_kernels import NUM_WARPS, projection_backward_kernel, projection_kernel, projection_sum_kernel
+from .shared.allocation import Allocate, contiguous
 from .shared.launch import Launch, LaunchSet, Slot
 from .shared.workspace import Workspace
 
 PROGRAMS = 264  # CTAs of the backward, two for each SM of an H100: a constant, so that sums do not depend on the GPU
-MAX_LAUNCH_SETS = 4096  # kinds of calls to keep: evaluation has many lengths
+MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
 
-_launch_sets: dict[tuple[Any, ...], LaunchSet] = {}
+
+class _Plan(NamedTuple):
+    """The launches of one kind of call, and its outputs."""
+
+    launches: LaunchSet
+    outputs: list[Allocate]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
 
 
 def projected_coefficients(
@@ -52,7 +61,10 @@ def projected_coefficients(
         raise ValueError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one of them")
     number, sigmoid = 1 if divisor is None else divisor, activation == "sigmoid"
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or collected is not None):
-        return _Projection.apply(hidden, weight, running_alpha, collected, token_mask, number, sigmoid)
+        apply = _Projection.apply
+        if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+            apply = _apply
+        return apply(hidden, weight, running_alpha, collected, token_mask, number, sigmoid)
     found = _forward(hidden, weight, running_alpha, number, sigmoid, False)
     return found[0], None if running_alpha is None else found[1]
 
@@ -85,6 +97,10 @@ class _Projection(torch.autograd.Function):
         return _gradients(ctx, grad_alpha, grad_beta)
 
 
+# Without the checks of Function.apply for functorch, which take 5 us.
+_apply = super(torch.autograd.Function, _Projection).apply
+
+
 def _gradients(ctx: Any, grad_alpha: Tensor | None, grad_beta: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden, weight, scores, token_mask = ctx.saved_tensors
     needs = ctx.needs_input_grad
@@ -114,25 +130,28 @@ def _run_forward(
     device = hidden.get_device()
     has_beta = running_alpha is not None
     key = (hidden.shape, weight.shape, hidden.dtype, device, has_beta, divisor, sigmoid, keeps_scores)
-    launches = _launch_sets.get(key)
-    if launches is None:
-        launches = _keep(key, _forward_launches(hidden, weight, has_beta, divisor, sigmoid, keeps_scores))
-    outputs = _new_outputs(hidden, weight, has_beta, keeps_scores)
+    plan = _plans.get(key)
+    if plan is None:
+        launches = _forward_launches(hidden, weight, has_beta, divisor, sigmoid, keeps_scores)
+        plan = _keep(key, launches, _outputs(hidden, weight, has_beta, keeps_scores), hidden.device)
     inputs = [_addressable(hidden), _addressable(weight), _addressable(running_alpha)]
+    return on_device(device, _launch_forward, plan, inputs, has_beta, keeps_scores, device)
+
+
+def _launch_forward(
+    plan: _Plan, inputs: list[Tensor | None], has_beta: bool, keeps_scores: bool, device: int
+) -> list[Tensor]:
+    outputs = [allocate() for allocate in plan.outputs]
     tensors = [*inputs, outputs[-1] if keeps_scores else None, outputs[0], outputs[1] if has_beta else None]
-    with current_device(device):
-        launches.run("forward", launches.values(tensors), device)
+    plan.launches.run("forward", plan.launches.values(tensors), device)
     return outputs
 
 
-def _new_outputs(hidden: Tensor, weight: Tensor, has_beta: bool, keeps_scores: bool) -> list[Tensor]:
+def _outputs(hidden: Tensor, weight: Tensor, has_beta: bool, keeps_scores: bool) -> list[tuple[Any, torch.dtype]]:
+    """Shape and dtype of alpha, of beta where there is a running average, and of the scores where they are kept."""
     (batch, length, _), heads = hidden.shape, weight.shape[0]
-    outputs = [torch.empty((batch, heads, length), dtype=torch.float32, device=hidden.device)]
-    if has_beta:
-        outputs.append(torch.empty((batch, heads, length), dtype=torch.float32, device=hidden.device))
-    if keeps_scores:
-        outputs.append(torch.empty((batch, length, heads), dtype=hidden.dtype, device=hidden.device))
-    return outputs
+    rows, scores = ((batch, heads, length), torch.float32), ((batch, length, heads), hidden.dtype)
+    return [rows, *([rows] if has_beta else []), *([scores] if keeps_scores else [])]
 
 
 def _run_backward(
@@ -146,32 +165,30 @@ def _run_backward(
         token_mask = None
     missing = (token_mask is None, grad_alpha is None, grad_beta is None)
     key = (hidden.shape, weight.shape, hidden.dtype, device, missing, divisor, sigmoid, *wants)
-    launches = _launch_sets.get(key)
-    if launches is None:
-        launches = _keep(key, _backward_launches(hidden, weight, missing, divisor, sigmoid, wants))
-    outputs = _new_gradients(hidden, weight, *wants)
+    plan = _plans.get(key)
+    if plan is None:
+        launches = _backward_launches(hidden, weight, missing, divisor, sigmoid, wants)
+        plan = _keep(key, launches, _gradient_outputs(hidden, weight, *wants), hidden.device)
+    inputs = [_addressable(x) for x in (hidden, weight, scores, token_mask, grad_alpha, grad_beta)]
+    return on_device(device, _launch_backward, plan, inputs, wants, device)
+
+
+def _launch_backward(plan: _Plan, inputs: list[Tensor | None], wants: tuple[bool, ...], device: int) -> list[Tensor]:
+    outputs = [allocate() for allocate in plan.outputs]
     found = iter(outputs)
-    tensors = [
-        *map(_addressable, (hidden, weight, scores, token_mask, grad_alpha, grad_beta)),
-        *(next(found) if want else None for want in wants),
-    ]
-    with current_device(device):
-        buffers = [workspace.new() for workspace in launches.workspaces]
-        launches.run("backward", launches.values(tensors, *buffers), device)
+    tensors = [*inputs, *[next(found) if want else None for want in wants]]
+    buffers = [workspace.new() for workspace in plan.launches.workspaces]
+    plan.launches.run("backward", plan.launches.values(tensors, *buffers), device)
     return outputs
 
 
-def _new_gradients(
+def _gradient_outputs(
     hidden: Tensor, weight: Tensor, wants_hidden: bool, wants_weight: bool, wants_sums: bool
-) -> list[Tensor]:
-    outputs = []
-    if wants_hidden:
-        outputs.append(torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device))
-    if wants_weight:
-        outputs.append(torch.empty(weight.shape, dtype=weight.dtype, device=hidden.device))
-    if wants_sums:
-        outputs.append(torch.empty(weight.shape[0] + 1, dtype=torch.float64, device=hidden.device))
-    return outputs
+) -> list[tuple[Any, torch.dtype]]:
+    """Shape and dtype of the gradients of hidden, weight and collected, those that are wanted."""
+    gradients = [(hidden.shape, hidden.dtype), (weight.shape, weight.dtype), ((weight.shape[0] + 1,), torch.float64)]
+    wants = (wants_hidden, wants_weight, wants_sums)
+    return [gradient for gradient, want in zip(gradients, wants, strict=True) if want]
 
 
 def _addressable(x: Tensor | None) -> Tensor | None:
@@ -183,11 +200,13 @@ def _addressable(x: Tensor | None) -> Tensor | None:
     return x if x.data_ptr() & 15 == 0 else x.clone()
 
 
-def _keep(key: tuple[Any, ...], launches: LaunchSet) -> LaunchSet:
-    if len(_launch_sets) >= MAX_LAUNCH_SETS:
-        _launch_sets.clear()
-    _launch_sets[key] = launches
-    return launches
+def _keep(
+    key: tuple[Any, ...], launches: LaunchSet, outputs: list[tuple[Any, torch.dtype]], device: torch.device
+) -> _Plan:
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    plan = _plans[key] = _Plan(launches, [contiguous(tuple(shape), dtype, device) for shape, dtype in outputs])
+    return plan
 
 
 def _forward_launches(
@@ -292,11 +311,13 @@ _library.define(
 
 
 def _fake_forward(hidden, weight, running_alpha, divisor, sigmoid, keeps_scores) -> list[Tensor]:
-    return _new_outputs(hidden, weight, running_alpha is not None, keeps_scores)
+    outputs = _outputs(hidden, weight, running_alpha is not None, keeps_scores)
+    return [torch.empty(shape, dtype=dtype, device=hidden.device) for shape, dtype in outputs]
 
 
 def _fake_backward(hidden: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
-    return _new_gradients(hidden, weight, *rest[-3:])
+    outputs = _gradient_outputs(hidden, weight, *rest[-3:])
+    return [torch.empty(shape, dtype=dtype, device=hidden.device) for shape, dtype in outputs]
 
 
 for _name, _body, _fake in (

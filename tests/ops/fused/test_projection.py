@@ -243,10 +243,10 @@ def test_without_gradients_nothing_is_saved():
 @needs_triton
 def test_one_launch_forward_and_two_backward():
     hidden, weight, running_alpha, grads = make((2, 300, 40, 4), torch.float32)
-    projection._launch_sets.clear()
+    projection._plans.clear()
     for _ in range(2):
         run(projected_coefficients, hidden, weight, "linear_clipping", running_alpha, 64, grads)
-    groups = [launches for each in projection._launch_sets.values() for launches in each.groups.values()]
+    groups = [launches for each in projection._plans.values() for launches in each.launches.groups.values()]
     assert [[launch.kernel for launch in launches] for launches in groups] == [
         [kernels.projection_kernel],
         [kernels.projection_backward_kernel, kernels.projection_sum_kernel],
