@@ -21,7 +21,7 @@ from .shield import poison, shield
 from .tiles import softmax_backward, softmax_forward
 from .visibility import Visibility
 
-CHUNK_ELEMENTS = 2**20  # of query: a part of the backward whose temporaries do not show in the peak memory
+CHUNK_ELEMENTS = 2**20  # of query: a part of the backward whose temporaries hardly raise the peak memory
 
 
 def composed_attention(call: AttentionCall) -> Tensor:
@@ -116,7 +116,7 @@ class _Composed(torch.autograd.Function):
                     if name not in total:
                         total[name] = grad.new_empty((grad_out.shape[0], *grad.shape[1:]))
                     total[name][rows] = grad
-            del part, grad  # else a part lives on beside the next one
+            del part, grad  # otherwise two parts are in memory at a time
         return *_Gradients(**total), None, None
 
 
@@ -124,7 +124,7 @@ def _batch_chunks(query: Tensor) -> list[slice]:
     """Parts of the batch for one pass each; on other devices than the CPU one launch for all is faster."""
     batch = query.shape[0]
     if torch.compiler.is_compiling():
-        return [slice(0, batch)]  # a compiler plans memory itself, and counting parts would fix the lengths
+        return [slice(0, batch)]  # the compiler plans memory, and a number of parts would make the lengths static
     parts = min(batch, query.numel() // CHUNK_ELEMENTS) if query.device.type == "cpu" else 1
     size = -(-batch // parts) if parts > 1 else max(batch, 1)
     return [slice(first, min(first + size, batch)) for first in range(0, batch, size)] or [slice(0, 0)]
@@ -152,14 +152,14 @@ def _gradients(
             sink_weight = torch.exp(sink.to(rows)[:, None] - lse)
             grads["sink"] = -(sink_weight * delta).sum((0, 2), dtype=sum_dtype(rows)).to(sink.dtype)
     if beta is not None and need.beta:
-        sums = _value_sums(value, visibility)  # made again: cheaper than keeping it
+        sums = _value_sums(value, visibility)  # recomputed: cheaper than keeping it
         grads["beta"] = _row_dot(_split_heads(inner, sums.shape[1]), sums[:, :, None]).flatten(1, 2).to(beta.dtype)
         del sums
 
     if need.query or need.key or need.value:
         from_beta = None if beta is None else _beta_to_value(inner, beta, value.shape[1], visibility)
         if alpha is not None:
-            # The CPU kernel's backward copies a gradient that does not lie in memory as [B, T, H, D].
+            # The CPU kernel's backward copies a gradient whose memory layout is not [B, T, H, D].
             laid_out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
             torch.mul(inner.transpose(1, 2), alpha.transpose(1, 2)[..., None], out=laid_out)
             inner = laid_out.transpose(1, 2)

@@ -11,5 +11,5 @@ def row_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over many keys: one step above the inputs, so that T additions do not show in the result."""
+    """Sums over many keys: one step above the inputs, so that the rounding of T additions is negligible."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64

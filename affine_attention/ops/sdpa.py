@@ -1,6 +1,6 @@
-"""PyTorch's attention kernels as pairs (forward, backward) that hand out the log-sum-exp.
+"""PyTorch's attention kernels as pairs (forward, backward) that expose the log-sum-exp.
 
-`F.scaled_dot_product_attention` keeps the log-sum-exp to itself. The kernels below it return it, and their backward
+`F.scaled_dot_product_attention` does not return the log-sum-exp. The kernels below it do, and their backward
 takes `out` and `lse` as inputs: exp(s - lse) are then the weights and rowsum(grad * out) is delta. Given the pair of a
 larger softmax (a sink, more keys in another tile) they return exact gradients of that larger softmax.
 
@@ -42,7 +42,7 @@ class Kernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, softmax_scale: float
     ) -> tuple[Tensor, Tensor, Any]:
-        """(out [B, H, T, D], lse [B, H, T], what backward wants to have back)."""
+        """(out [B, H, T, D], lse [B, H, T], what `backward` takes as `kept`)."""
         raise NotImplementedError
 
     def backward(
@@ -150,8 +150,8 @@ class CudaEfficient(Kernel):
         groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         lse = pad(lse, (0, rows - lse.shape[2]), value=torch.inf)
-        # In half precision the kernel computes delta itself and takes `out` to lie in memory as [B, T, H, D], whatever
-        # its strides say: otherwise the gradients of query and key are wrong without a word.
+        # In half precision the kernel computes delta itself and assumes that `out` is [B, T, H, D] in memory, whatever
+        # its strides are: with another layout the gradients of query and key are silently wrong.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out, query, key, value, _full_bias(bias, query, key), out, lse, seed, offset, 0.0,
@@ -161,7 +161,7 @@ class CudaEfficient(Kernel):
 
 
 class Plain(Kernel):
-    """Products and an explicit softmax, some rows at a time: every device and dtype."""
+    """Matrix multiplications and an explicit softmax, some rows at a time: every device and dtype."""
 
     def why_not(self, query, key, has_bias, is_causal):
         return None
@@ -227,7 +227,7 @@ def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -
 
 def _cuda_allows(rule: Callable[..., bool], query: Tensor, key: Tensor, is_causal: bool) -> bool:
     if torch.compiler.is_compiling():
-        # PyTorch's own question cannot be asked inside a graph: the memory-efficient kernel takes the most.
+        # PyTorch's own check cannot be traced: take the memory-efficient kernel, which has the fewest limits.
         return rule is can_use_efficient_attention and query.dtype != torch.float64
     params = SDPAParams(query, key, key, None, 0.0, is_causal, query.shape[1] != key.shape[1])
     return bool(rule(params, False))

@@ -1,7 +1,7 @@
 """Keeps NaN and infinity of keys and values away from queries that do not see them.
 
 A kernel multiplies an invisible value by a weight of 0, and 0 * NaN is NaN. So a key whose key or value vector is not
-finite is replaced by zeros, and the rows that do see it are made NaN afterwards: nothing is hidden, nothing leaks.
+finite is replaced by zeros, and the rows that do see it are set to NaN afterwards: those rows, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .visibility import Visibility
 def shield(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns key and value with non-finite rows zeroed, and which those are: [B, G, S], or None when there are none.
 
-    On the CPU it costs nothing to look first; elsewhere looking would wait for the device, so the rows are always
+    On the CPU a check comes first; on other devices it would synchronise with the device, so the rows are always
     replaced there.
     """
     # 0 * x is 0 for finite x and NaN otherwise: exact, where a plain sum could overflow.

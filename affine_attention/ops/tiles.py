@@ -27,7 +27,7 @@ QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block 
 class Tile(NamedTuple):
     """A block of (queries x keys) for one kernel call. Causal tiles are square and aligned to the diagonal.
 
-    Numbers, not slices: a compiled graph keeps a number open for other lengths, and fixes it inside a slice.
+    Numbers, not slices: a compiled graph keeps a number dynamic, and specializes on one inside a slice.
     """
 
     first_query: int
@@ -57,7 +57,7 @@ def plan(visibility: Visibility, device_type: str) -> list[list[Tile]]:
     if queries == 0 or keys == 0:
         return []
     ranges_only = visibility.window is None and visibility.query_segments is None and visibility.pair_mask is None
-    # Only the CPU kernel takes a [B, 1, 1, S] mask beside is_causal without expanding it.
+    # Only the CPU kernel takes a [B, 1, 1, S] mask together with is_causal without expanding it.
     if ranges_only and (visibility.key_mask is None or device_type == "cpu"):
         return _rectangles(queries, keys, visibility.is_causal, "none" if visibility.key_mask is None else "keys")
     groups = []
@@ -72,7 +72,7 @@ def plan(visibility: Visibility, device_type: str) -> list[list[Tile]]:
 def _rectangles(queries: int, keys: int, is_causal: bool, mask: Literal["none", "keys"]) -> list[list[Tile]]:
     if not is_causal or queries == 1:
         return [[Tile(0, queries, 0, keys, mask=mask)]]
-    # Bottom-right: the last min(T, S) queries face a causal square, the keys before it are seen by all of them.
+    # Bottom-right: the last min(T, S) queries and keys form a causal square; all these queries see the keys before it.
     size = min(queries, keys)
     square = Tile(queries - size, queries, keys - size, keys, is_causal=True, mask=mask)
     if keys == size:
@@ -83,7 +83,7 @@ def _rectangles(queries: int, keys: int, is_causal: bool, mask: Literal["none", 
 def softmax_forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, visibility: Visibility, softmax_scale: float
 ) -> tuple[Tensor, Tensor, list[Any]]:
-    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T] and what the backward needs to have back.
+    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T] and what the tiles' backward takes as `kept`.
 
     The log-sum-exp of a row that sees nothing is +inf, so that exp(s - lse) is 0 in every backward.
     """
@@ -149,7 +149,7 @@ def _tile_forward(
     kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
     out, lse, kept = kernel.forward(query, key, value, _as_bias(visible, query.dtype), tile.is_causal, softmax_scale)
     if visible is not None:
-        # Kernels disagree on what a row without keys returns (0, NaN, lse 0): say it here.
+        # Kernels disagree on what a row without keys returns (0, NaN, lse 0): set it here.
         empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
         out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
     return out, lse, kept
@@ -190,7 +190,7 @@ def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice
         return visibility.key_mask[:, None, None, tile.keys], tile.keys
     visible = visibility.block(tile.queries, tile.keys)
     if visible is None or visibility.device.type != "cpu" or torch.compiler.is_compiling():
-        return visible, tile.keys  # looking at the data would wait for the device or break the graph
+        return visible, tile.keys  # reading the data would synchronise with the device or break the graph
     seen = visible.flatten(0, 2).any(0).nonzero()
     if seen.numel() == 0:
         return visible[..., :1], slice(tile.first_key, tile.first_key + 1)

@@ -1,6 +1,6 @@
 """Turns causal, window, segments and masks into one answer: which keys each query sees.
 
-Everything that depends on "the visible keys" is asked here: the block of a mask, the number of visible keys n_i, the
+Everything that depends on "the visible keys" is computed here: the block of a mask, the number of visible keys n_i, the
 sum of values over them, and its transpose. Sums never need a T x S tensor: within one segment the visible keys of a
 query are a contiguous range once the keys are sorted by (segment, position), so a sum is at most two look-ups in
 tables of partial sums. Only a dense `pair_mask`, which is T x S already, is summed by a product, block by block.
@@ -163,7 +163,7 @@ class Visibility:
         if self._sees_all:
             return x_BGTD.sum(dim=2, keepdim=True).expand(-1, -1, self.num_keys, -1)
         if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
-            # Summed from the end, not total - prefix: what comes earlier must not round what comes later.
+            # Summed from the end, not total - prefix: the sum of later rows must not be rounded by earlier ones.
             after = x_BGTD.flip(2).cumsum(dim=2).flip(2)
             return torch.cat([after[:, :, :1].expand(-1, -1, self.offset, -1), after], dim=2)
         return _sum_ranges(x_BGTD, self.query_segments, self.key_segments, *self._range_of_keys())
@@ -289,6 +289,6 @@ def _sorted_ranges(
     keys = source_rank * stride + order
     lower = torch.searchsorted(keys, first * stride + start)
     upper = torch.searchsorted(keys, first * stride + stop)
-    # A target whose segment no source has would else borrow the range of the next id.
+    # Without this, a target whose segment no source has would get the range of the next id.
     absent = first == last
     return order, lower.masked_fill(absent, 0), upper.masked_fill(absent, 0)
