@@ -33,7 +33,7 @@ CUDNN_FORWARD = 2**23
 
 @dataclass(frozen=True)
 class Route:
-    """How one kind of call is served. `str` of it is what `explain` prints."""
+    """How one kind of call is served; `explain` describes it."""
 
     forward: str  # "empty", "sdpa", "decode", "hopper", "cudnn" or "flash"
     backward: str | None  # "empty", "sdpa", "hopper", "cudnn" or "flash"; None: no gradient is needed
