@@ -20,7 +20,9 @@ from ..ops.fused import HAS_TRITON, INTERPRETED
 from .mechanism import Mechanism
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_PROJECTED_HEADS = 128  # heads of one tile of the projection's kernels
+# Triton's interpreter multiplies the bit patterns of bf16 tiles.
+PROJECTED_DTYPES = FUSED_DTYPES[1:] if INTERPRETED else FUSED_DTYPES
+MAX_PROJECTED_BYTES = 256  # of one column of W_a: 128 heads in bf16, 64 in fp32; more would spill registers
 
 
 def linear_clipping(x: Tensor) -> Tensor:
@@ -79,18 +81,27 @@ def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
     """
     if type(proj) is not nn.Linear or not _is_served(hidden):
         return False
-    weight = proj.weight
-    device_type = hidden.device.type
+    # Not proj.weight: an attribute of a module that is a parameter takes ten times as long to find.
+    parameters = proj._parameters
+    weight: Any = parameters.get("weight")
+    dtype = hidden.dtype
     return (
         type(weight) in (nn.Parameter, Tensor)
-        and weight.dtype == hidden.dtype
-        and weight.device == hidden.device
-        and weight.shape[0] <= MAX_PROJECTED_HEADS
-        and proj.bias is None
+        and weight.dtype == dtype
+        and dtype in PROJECTED_DTYPES
+        and weight.get_device() == hidden.get_device()
+        and weight.shape[0] * dtype.itemsize <= MAX_PROJECTED_BYTES
+        and parameters["bias"] is None
         and not (proj._forward_hooks or proj._forward_pre_hooks or proj._backward_hooks or proj._backward_pre_hooks)
         and "forward" not in proj.__dict__  # accelerate wraps the method of an instance
-        and not (torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) != hidden.dtype)
+        and not _autocasts(hidden)
     )
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    """True where autocast would run a linear layer in another dtype."""
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != hidden.dtype
 
 
 @functools.cache
@@ -161,8 +172,9 @@ class AffineScale(nn.Module):
             token_mask: boolean [B, T], True for real tokens: padding does not enter the running average.
         """
         has_one_divisor = not self.mechanism.bias or isinstance(num_keys, int)
-        projects = has_one_divisor and _can_project(self.proj, hidden)
-        source = hidden if projects else self.proj(hidden)
+        proj = self.proj
+        projects = has_one_divisor and _can_project(proj, hidden)
+        source = hidden if projects else proj(hidden)
         running_alpha = collected = None
         if self.mechanism.bias:
             if num_keys is None:
@@ -176,7 +188,7 @@ class AffineScale(nn.Module):
                     self.collected = collected
         activation = self.mechanism.activation
         if projects:
-            weight = self.proj.weight
+            weight = proj.weight
             return _projected_coefficients(hidden, weight, activation, running_alpha, num_keys, token_mask, collected)
         scores_BTH = source
         if has_one_divisor and _can_fuse(scores_BTH):

@@ -76,7 +76,7 @@ def projection_backward_kernel(
             hidden, weight, scores, grad_alpha, grad_beta, grad_hidden, partial_weight, num_tokens, num_blocks,
             divisor, NUM_HEADS, MODEL_DIM, BLOCK_T, BLOCK_H, BLOCK_M, SIGMOID,
         )  # fmt: skip
-    else:
+    elif partial_sums is not None:
         _alpha_sums(scores, token_mask, partial_sums, num_tokens, num_blocks, NUM_HEADS, BLOCK_T, BLOCK_H, SIGMOID)
 
 
