@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .call import AttentionCall, Rows
 from .composed import composed_attention
-from .fused import runs_on
+from .fused import INTERPRETED, runs_on
 from .fused.plan import (
     HALF,
     MAX_DECODED_QUERIES,
@@ -307,7 +307,8 @@ def _run_plain_in_graph(
     Every function and attribute that is traced becomes a guard, which is checked at each call of the compiled code. So
     this traces as little as possible: the operators check their arguments themselves.
     """
-    if not (isinstance(query, Tensor) and query.is_cuda and query.dim() == 4 and query.dtype in SERVED):
+    on_gpu = isinstance(query, Tensor) and (query.is_cuda or INTERPRETED)
+    if not on_gpu or query.dim() != 4 or query.dtype not in SERVED:
         return None
     if mask is not None and mask.dim() != 2:
         return None
@@ -318,17 +319,16 @@ def _run_plain_in_graph(
     rows = (alpha, beta, sink, gate)
     tensors = (query, key, value, *rows)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
+    if query.is_cuda and num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
         return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale)
     if scale <= 0 or torch.are_deterministic_algorithms_enabled():
         return None
-    is_square = num_queries == num_keys > 1
-    if mask is None and is_square and dim % 8 == 0 and query.dtype in HALF and all(x is None for x in rows):
+    is_plain = query.is_cuda and mask is None and all(x is None for x in rows)
+    if is_plain and num_queries == num_keys > 1 and dim % 8 == 0 and query.dtype in HALF:
         return _plain_attention(query, key, value, is_causal, scale)
+    from .fused.op import in_graph
 
-    return torch.ops.affine_attention.forward(
-        *tensors, None, None, mask, is_causal, None, scale, nonnegative_alpha, needs_gradient
-    )[0]
+    return in_graph(*tensors, None, None, mask, is_causal, None, scale, nonnegative_alpha, needs_gradient)
 
 
 def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:

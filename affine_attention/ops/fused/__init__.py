@@ -25,8 +25,8 @@ def capability(device_index: int) -> int:
 
 
 def runs_on(device_index: int) -> bool:
-    """Whether the Triton kernels run on a CUDA GPU."""
-    return HAS_TRITON and capability(device_index) >= MIN_CAPABILITY
+    """Whether the Triton kernels run on a CUDA GPU, or in the interpreter."""
+    return HAS_TRITON and (INTERPRETED or capability(device_index) >= MIN_CAPABILITY)
 
 
 # What torch.compiler.assume_constant_result sets; calling it here would load the compiler with every import.

@@ -1,7 +1,7 @@
 """Runs a plan: as an autograd function in eager mode, and as two operators of torch.library in compiled graphs.
 
-In eager mode the plan travels in the context, and the backward looks nothing up. A compiled graph holds the operators,
-whose bodies look the plan up by its key and run it.
+In eager mode the context keeps the plan, and the backward looks nothing up. A compiled graph holds the operators, whose
+bodies look the plan up by its key and run it.
 """
 
 from __future__ import annotations
@@ -97,12 +97,44 @@ _library.define(
 
 
 def traced_attention(call: AttentionCall, needs_gradient: bool) -> Tensor:
-    """The output of a call in a graph: one operator, with its gradient registered."""
+    """The output of a call in a graph."""
     seen = call.visibility
-    return torch.ops.affine_attention.forward(
+    return in_graph(
         *call.tensors, seen.query_segments, seen.key_segments, seen.key_mask, seen.is_causal, seen.window,
         call.softmax_scale, call.nonnegative_alpha, needs_gradient,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+
+
+def in_graph(*arguments: Any) -> Tensor:
+    """The output of the operator `forward`, whose arguments these are, with its gradient."""
+    if arguments[14]:
+        return _GraphAttention.apply(*arguments[:14])
+    return torch.ops.affine_attention.forward(*arguments)[0]
+
+
+class _GraphAttention(torch.autograd.Function):
+    """The two operators as one differentiable function, which a compiler traces; a graph then holds the operators only.
+
+    A gradient that is registered with the operator costs two more Python calls at each run of the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        out, core, lse, state = torch.ops.affine_attention.forward(*arguments, True)
+        ctx.save_for_backward(*arguments[:10], core if core.numel() else out, lse, state)
+        ctx.settings = arguments[10:14]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, core, lse, state = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        wants_sink = needs[5]
+        grads = torch.ops.affine_attention.backward(grad_out, core, lse, state, *inputs, *ctx.settings, wants_sink)
+        given = [x is not None and (n != 5 or wants_sink) for n, x in enumerate(inputs[:7])]
+        places = [sum(given[:n]) for n in range(7)]
+        wanted = [grads[at] if has and need else None for at, has, need in zip(places, given, needs[:7], strict=True)]
+        return *wanted, *(None,) * 7
 
 
 def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, nonnegative_alpha) -> AttentionCall:
@@ -212,25 +244,6 @@ def _fake_backward(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *
     ]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, core, lse, state = output
-    ctx.set_materialize_grads(False)
-    ctx.settings = inputs[10:14]
-    ctx.save_for_backward(*inputs[:10], core if core.numel() else out, lse, state)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, *grads_of_saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    assert all(grad is None for grad in grads_of_saved), "the saved tensors are for the backward only"
-    needs = ctx.needs_input_grad
-    if grad_out is None:
-        return (None,) * len(needs)
-    *inputs, core, lse, state = ctx.saved_tensors
-    wants_sink = needs[5]
-    found = iter(torch.ops.affine_attention.backward(grad_out, core, lse, state, *inputs, *ctx.settings, wants_sink))
-    grads = [None if x is None or (n == 5 and not wants_sink) else next(found) for n, x in enumerate(inputs[:7])]
-    return *(grad if need else None for grad, need in zip(grads, needs[:7], strict=True)), *(None,) * 8
-
-
 for _name, _body, _fake in (
     ("forward", _forward_op, _fake_forward),
     ("backward", _backward_op, _fake_backward),
@@ -238,7 +251,6 @@ for _name, _body, _fake in (
     _library.impl(_name, _body, "CUDA")
     _library.impl(_name, _body, "CPU")  # in Triton's interpreter
     torch.library.register_fake(f"affine_attention::{_name}", _fake, lib=_library)
-torch.library.register_autograd("affine_attention::forward", _backward, setup_context=_setup_context, lib=_library)
 
 
 def forget_plans() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from affine_attention import attention
 from affine_attention.ops.call import AttentionCall
+from affine_attention.ops.fused.op import traced_attention
 from affine_attention.ops.fused.plan import why_not_fused
 from affine_attention.ops.visibility import Visibility
 from affine_attention.testing import MAX_ERROR_RATIO, error_ratio, naive_attention, sdpa_attention
@@ -41,12 +42,9 @@ def flash_attention(**given):
 
 
 def by_operator(*, visibility, softmax_scale, **inputs):
-    """The operator, as a graph calls it."""
-    seen = visibility
-    return torch.ops.affine_attention.forward(
-        *(inputs[name] for name in NAMES), seen.query_segments, seen.key_segments, seen.key_mask, seen.is_causal,
-        seen.window, softmax_scale, False, True,
-    )[0]  # fmt: skip
+    """The operators, as a graph calls them."""
+    call = AttentionCall.of(**inputs, visibility=visibility, softmax_scale=softmax_scale)
+    return traced_attention(call, needs_gradient=True)
 
 
 # name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, Gate
@@ -305,17 +303,18 @@ def test_scales_that_are_not_positive(softmax_scale: float) -> None:
     check(inputs, visibility, softmax_scale=softmax_scale, function=fused)
 
 
-def test_registration() -> None:
+@pytest.mark.parametrize("names", ["absg", ""])
+def test_registration(names: str) -> None:
     shape, _, _ = CASES["sink"]
-    inputs = make_inputs(shape, "absg", torch.float32)
-    leaves = [inputs[name].requires_grad_() for name in NAMES]
-    # The saved tensors are for the backward only, so autograd is checked through the output alone.
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    forward = torch.ops.affine_attention.forward.default
-    torch.library.opcheck(forward, (*leaves, None, None, None, True, None, 0.3, False, True), test_utils=utils)
-    leaves = [leaves[0], leaves[1], leaves[2], None, None, None, None]
+    inputs = make_inputs(shape, names, torch.float32)
+    tensors = [inputs[name] for name in NAMES]
     mask = torch.ones(1, 33, dtype=torch.bool, device=DEVICE)
-    torch.library.opcheck(forward, (*leaves, None, None, mask, True, 5, 0.3, False, True), test_utils=utils)
+    rest = (None, None, mask if not names else None, True, 5 if not names else None, 0.3, False)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.affine_attention.forward.default, (*tensors, *rest, True), test_utils=utils)
+    out, core, lse, state = torch.ops.affine_attention.forward(*tensors, *rest, True)
+    arguments = (torch.ones_like(out), core if core.numel() else out, lse, state, *tensors, *rest, bool(names))
+    torch.library.opcheck(torch.ops.affine_attention.backward.default, arguments, test_utils=utils)
 
 
 @pytest.mark.parametrize("case", ["causal", "everything", "no keys"])
@@ -328,13 +327,14 @@ def test_the_operator_is_the_eager_function(case: str) -> None:
         assert torch.equal(x, eager[name]), name
 
 
-def test_compiles_without_a_break() -> None:
-    shape, options, parts = CASES["window"]
+@pytest.mark.parametrize(("case", "window"), [("window", 9), ("causal", None), ("affine", None)])
+def test_compiles_without_a_break(case: str, window: int | None) -> None:
+    shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
     grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
 
     def fused(*, visibility, **given):
-        return attention(**given, is_causal=True, window=9, impl="fused")
+        return attention(**given, is_causal=True, window=window)
 
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     eager = run(flash_attention, inputs, visibility, grad_out)
