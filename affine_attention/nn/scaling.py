@@ -149,9 +149,7 @@ class AffineScale(nn.Module):
         self.proj = nn.Linear(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
         if mechanism.bias:
             self.register_buffer("running_alpha", torch.empty(num_heads, dtype=torch.float32, device=device))
-            # Sums of alpha and a count of tokens live in its .grad; the values are never read.
-            collected = torch.zeros(num_heads + 1, dtype=torch.float64, device=device, requires_grad=True)
-            self.register_buffer("collected", collected, persistent=False)
+            self.register_buffer("collected", _new_collected(num_heads, self.running_alpha.device), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -208,16 +206,19 @@ class AffineScale(nn.Module):
         self.collected.grad = None
 
     def _apply(self, fn, recurse=True):
-        """Keeps running_alpha fp32 and `collected` a fp64 leaf through .to(), .half(), .cuda() and the like."""
+        """Keeps running_alpha fp32 and `collected` a leaf of its own dtype through .to(), .half(), .cuda() and others.
+
+        `collected` does not go through `fn`: its values are never read, and a device may not have its dtype.
+        """
         if not self.mechanism.bias:
             return super()._apply(fn, recurse)
-        running_alpha, collected = self.running_alpha, self.collected
+        running_alpha, collected = self.running_alpha, self._buffers.pop("collected")
         super()._apply(fn, recurse)
         self.running_alpha = _moved_in_own_dtype(running_alpha, self.running_alpha)
-        moved = _moved_in_own_dtype(collected.detach(), self.collected.detach()).requires_grad_()
-        if collected.grad is not None:
-            moved.grad = collected.grad.to(moved.device)
-        self.collected = moved
+        moved = _new_collected(len(running_alpha), self.running_alpha.device)
+        if collected is not None and collected.grad is not None:
+            moved.grad = collected.grad.to(moved.device, moved.dtype)
+        self._buffers["collected"] = moved
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest):
@@ -232,6 +233,16 @@ class AffineScale(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.mechanism.activation}, bias={self.mechanism.bias}, N={self.mechanism.bias_length}"
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the sums of alpha: fp64, and fp32 on Apple's GPUs, which have no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _new_collected(num_heads: int, device: torch.device) -> Tensor:
+    """A leaf whose gradient holds the sums of alpha and a count of tokens; its values are never read."""
+    return torch.zeros(num_heads + 1, dtype=_sum_dtype(device), device=device, requires_grad=True)
 
 
 def _moved_in_own_dtype(before: Tensor, after: Tensor) -> Tensor:
@@ -271,7 +282,8 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
     # Layers that one update serves: their running averages, and what they have collected.
     batches: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor | None]]] = {}
     for scale in scales:
-        running, collected = scale.running_alpha, scale.collected
+        buffers: Any = scale._buffers  # an attribute of the module takes ten times as long to find
+        running, collected = buffers["running_alpha"], buffers["collected"]
         grad = collected.grad
         # Another rank may have collected something where this one has not.
         if grad is not None or reduces:
@@ -290,9 +302,9 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
 def _stack_collected(targets: list[Tensor], grads: list[Tensor | None]) -> Tensor:
     """What layers of one device and size have collected, [L, H + 1]: sums of alpha, then the number of tokens."""
     device = targets[0].device
-    parts = [None if grad is None else grad.to(device) for grad in grads]
+    parts = [grad if grad is None or grad.device == device else grad.to(device) for grad in grads]
     if any(part is None for part in parts):
-        nothing = torch.zeros(len(targets[0]) + 1, dtype=torch.float64, device=device)
+        nothing = torch.zeros(len(targets[0]) + 1, dtype=_sum_dtype(device), device=device)
         return torch.stack([nothing if part is None else part for part in parts])
     return torch.stack(parts)  # type: ignore[arg-type]
 

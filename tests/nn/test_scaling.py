@@ -400,3 +400,26 @@ def test_words_for_wrong_calls():
     with pytest.raises(ValueError, match="num_keys is missing"):
         make_scale()(torch.randn(1, 2, 16))
     commit_running_alpha(nn.Linear(2, 2))  # nothing to do is no error
+
+
+def test_devices_without_fp64_collect_in_fp32(monkeypatch):
+    """Apple's GPUs have no fp64. No tensor of fp64 may be moved to one, nor created on one."""
+    from affine_attention.nn import scaling
+
+    assert scaling._sum_dtype(torch.device("mps")) == torch.float32
+    assert scaling._sum_dtype(torch.device("cpu")) == torch.float64
+    monkeypatch.setattr(scaling, "_sum_dtype", lambda device: torch.float32)
+    scale = AffineScale(Mechanism.named("affine"), 8, 2)
+    assert scale.collected.dtype == torch.float32
+
+    def refuse_fp64(x):
+        assert x.dtype != torch.float64
+        return x
+
+    scale._apply(refuse_fp64)
+    hidden = torch.randn(2, 3, 8)
+    scale.train()(hidden, 16)[0].sum().backward()
+    assert scale.collected.grad.dtype == torch.float32
+    before = scale.running_alpha.clone()
+    commit_running_alpha(scale)
+    assert not torch.equal(scale.running_alpha, before)
