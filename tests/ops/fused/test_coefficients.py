@@ -74,8 +74,9 @@ def assert_same(mine, right, activation, dtype):
             continue
         assert x.shape == y.shape
         assert x.dtype == y.dtype
-        if index == 3:  # fp64 sums, in another order
-            torch.testing.assert_close(x, y, rtol=1e-12 if activation == "linear_clipping" else 4 * EPS32, atol=0)
+        if index == 3:  # fp64 sums, in another order; each sigmoid in them may differ by a few units of 1
+            linear = activation == "linear_clipping"
+            torch.testing.assert_close(x, y, rtol=1e-12 if linear else 4 * EPS32, atol=0 if linear else 4 * EPS32)
         elif activation == "linear_clipping":
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
         else:
