@@ -385,8 +385,7 @@ def _follow_autocast(query: Any, key: Any, value: Any, gate: Any) -> tuple[Any, 
         return tensors
     dtype = torch.get_autocast_dtype(device)
     if isinstance(query, Tensor) and query.dtype not in (torch.float32, dtype):
-        tensors = (query, key, value)
-        return *(_lowered(x, dtype) for x in tensors), gate
+        return *(_lowered(x, dtype) for x in (query, key, value)), gate
     return tuple(_lowered(x, dtype) for x in tensors)
 
 

@@ -38,8 +38,10 @@ def composed_attention(call: AttentionCall) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What the forward leaves to the backward. `softmax_out` and `lse` include the sink, `empty` marks the rows that see
-    nothing (None: there are none)."""
+    """What the forward leaves to the backward.
+
+    `softmax_out` and `lse` include the sink; `empty` marks the rows that see nothing (None: there are none).
+    """
 
     query: Tensor
     key: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .dtypes import row_dtype
-from .sdpa import PLAIN, choose_kernel
+from .sdpa import PLAIN, Kernel, choose_kernel
 from .visibility import Visibility
 
 QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block of queries
@@ -187,7 +187,7 @@ def _tile_backward(
     visible, keys = _tile_mask(tile, visibility)
     rows = tile.queries
     query, key, value = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-    kernel = PLAIN
+    kernel: Kernel = PLAIN
     if kept != PLAIN.name:
         kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
     arguments = (

@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SEGMENT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD_DIM = 256
 LARGEST_FLOAT = sys.float_info.max
-# Windows from here on are cut to T + S, which no two positions exceed. A smaller one is passed as it is: comparing it with
+# Windows from here on are cut to T + S, which no distance exceeds. A smaller one is passed as it is: comparing it with
 # the lengths would tie a compiled graph to them.
 LARGE_WINDOW = 2**30
 
