@@ -9,6 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import attention, count_visible_keys
+from ..ops.api import IMPLEMENTATIONS
+from ..ops.validation import (
+    MAX_HEAD_DIM,
+    check_layout,
+    check_one_of,
+    check_query_key,
+    check_visibility,
+    check_window,
+    shown,
+)
+from .arguments import (
+    check_fits_weights,
+    check_hidden,
+    check_padding,
+    check_place,
+    check_positions,
+    check_rope_theta,
+    check_segment_ids,
+    check_size,
+    check_sizes,
+)
 from .mechanism import Mechanism, as_mechanism
 from .rotary import rotate
 from .scaling import AffineScale
@@ -48,10 +69,10 @@ class AttentionMechanism(nn.Module):
     ):
         super().__init__()
         self.mechanism = as_mechanism(mechanism)
-        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("head_dim", head_dim)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        self.num_heads, self.head_dim = num_heads, head_dim
+        check_sizes(embed_dim, num_heads, head_dim)
+        check_place(device, dtype)
+        _check_starts(self.mechanism, dtype)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.is_plain = not (self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
@@ -101,15 +122,14 @@ class AttentionMechanism(nn.Module):
 
         `token_mask` [B, T] says which queries are real tokens; None takes the last T columns of a [B, S] mask.
         """
-        num_keys = None
-        if self.mechanism.bias:
-            num_keys = self.bias_divisor(
-                query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
-            )
+        visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        self._check(hidden, query, key, visible, token_mask)
+        num_keys = self._bias_divisor(query, key, **visible) if self.mechanism.bias else None
         return self.rows(hidden, num_keys, real_tokens(mask, query.shape[2]) if token_mask is None else token_mask)
 
     def rows(self, hidden: Tensor, num_keys: Tensor | int | None, token_mask: Tensor | None) -> Coefficients:
         """`coefficients` where N of Eq. 8, from `bias_divisor`, and the mask of real tokens [B, T] are known."""
+        check_hidden(hidden)
         alpha = beta = gate = None
         scale, gate_proj = self.scale, self.gate_proj
         if scale is not None:
@@ -160,6 +180,12 @@ class AttentionMechanism(nn.Module):
 
         It depends on the shapes and the visible keys only: layers that share both can share it.
         """
+        visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        check_query_key(query, key)
+        check_visibility(query, key, **visible)
+        return self._bias_divisor(query, key, **visible)
+
+    def _bias_divisor(self, query: Tensor, key: Tensor, *, mask: Tensor | None, **visible: Any) -> Tensor | int:
         length, num_keys = self.mechanism.bias_length, key.shape[2]
         if length == "keys":
             if mask is not None and mask.dim() == 2:
@@ -167,10 +193,34 @@ class AttentionMechanism(nn.Module):
             return max(num_keys, 1)
         if isinstance(length, int) and num_keys <= length:
             return length  # no query can see more
-        visible_keys = count_visible_keys(
-            query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids
-        )
+        visible_keys = count_visible_keys(query, key, mask=mask, **visible)
         return visible_keys.clamp(min=length if isinstance(length, int) else 1)
+
+    def _check(
+        self, hidden: Tensor, query: Tensor, key: Tensor, visible: dict[str, Any], token_mask: Tensor | None
+    ) -> None:
+        check_hidden(hidden, self.embed_dim)
+        for proj in (None if self.scale is None else self.scale.proj, self.gate_proj):
+            if proj is not None:
+                check_fits_weights(hidden, proj)
+        check_query_key(query, key)
+        batch, queries = hidden.shape[:2]
+        expected = (batch, self.num_heads, queries, self.head_dim)
+        if tuple(query.shape) != expected:
+            raise ValueError(
+                f"query must have shape [B, H, T, D] = {list(expected)} to fit hidden {list(hidden.shape)} and the "
+                f"layer's heads, got {list(query.shape)}"
+            )
+        check_visibility(query, key, **visible)
+        check_padding("token_mask", token_mask, "[B, T]", (batch, queries), hidden)
+
+
+def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
+    """The start values of parameters are numbers of their dtype."""
+    largest = torch.finfo(torch.get_default_dtype() if dtype is None else dtype).max
+    for name, value in (("sink_start", mechanism.sink_start), ("init_std", mechanism.init_std)):
+        if abs(value) > largest:
+            raise ValueError(f"{name} of the mechanism must be at most {largest:g} in {dtype}, got {shown(value)}")
 
 
 def real_tokens(mask: Tensor | None, num_queries: int) -> Tensor | None:
@@ -212,8 +262,16 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        check_size("embed_dim", embed_dim)
+        check_size("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        check_size("num_kv_heads", num_kv_heads)
+        check_window(window)
+        check_rope_theta(rope_theta)
+        check_one_of("impl", impl, IMPLEMENTATIONS)
+        check_place(device, dtype)
+        mechanism = as_mechanism(mechanism)
+        if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
             )
@@ -224,9 +282,11 @@ class SelfAttention(nn.Module):
                     f"num_heads={num_heads}; pass head_dim"
                 )
             head_dim = embed_dim // num_heads
+        check_size("head_dim", head_dim, MAX_HEAD_DIM)
         if rope_theta is not None and head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}; pass rope_theta=None")
         self.head_dim, self.window, self.rope_theta, self.impl = head_dim, window, rope_theta, impl
+        self.num_kv_heads = num_kv_heads
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=False, **like)
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=False, **like)
@@ -251,16 +311,22 @@ class SelfAttention(nn.Module):
             positions: [B, T] rotary positions; by default they count the real tokens of a row, from 0 in each segment.
             cache: keys and values of earlier calls; the new ones are appended.
         """
+        check_hidden(hidden, self.mechanism.embed_dim)
+        check_fits_weights(hidden, self.q_proj)
+        batch, queries = hidden.shape[:2]
+        past = 0
         if cache is not None:
+            if not isinstance(cache, KeyValueCache):
+                raise TypeError(f"cache must be a KeyValueCache or None, got {type(cache).__name__}")
             if segment_ids is not None:
                 raise ValueError("segment_ids cannot be used with a cache: decode one document a row")
             self.mechanism.check_can_generate()
-        past = 0 if cache is None else cache.length
-        if mask is not None and tuple(mask.shape) != (hidden.shape[0], past + hidden.shape[1]):
-            raise ValueError(
-                f"mask must have shape [B, S] = [{hidden.shape[0]}, {past + hidden.shape[1]}] "
-                f"({past} cached and {hidden.shape[1]} new tokens), got {list(mask.shape)}"
-            )
+            cache.check_holds(batch, self.num_kv_heads, self.head_dim)
+            past = cache.length
+        told = f" ({past} cached and {queries} new tokens)"
+        check_padding("mask", mask, "[B, S]", (batch, past + queries), hidden, told)
+        check_segment_ids(segment_ids, hidden)
+        check_positions(positions, hidden)
         query, key, value = (
             proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -291,21 +357,72 @@ class KeyValueCache:
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds [B, G, T, D] and returns all that is held."""
+        for name, x, held in (("key", key, self.key), ("value", value, self.value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor [B, G, T, D], got {type(x).__name__}")
+            check_layout(name, x)
+            if x.dim() != 4:
+                raise ValueError(f"{name} must have 4 dimensions [B, G, T, D], got {x.dim()}: {list(x.shape)}")
+            if held is None:
+                continue
+            if x.shape[:2] != held.shape[:2] or x.shape[3] != held.shape[3]:
+                batch, groups, _, dim = held.shape
+                raise ValueError(
+                    f"{name} must have shape [B, G, T, D] = [{batch}, {groups}, T, {dim}] to follow what the cache "
+                    f"holds, got {list(x.shape)}; use a new KeyValueCache for another batch"
+                )
+            if x.dtype != held.dtype or x.device != held.device:
+                raise TypeError(
+                    f"{name} must have dtype and device of what the cache holds ({held.dtype}, {held.device}), got "
+                    f"({x.dtype}, {x.device}); use a new KeyValueCache"
+                )
+        if value.shape != key.shape:
+            raise ValueError(f"value must have the shape of key {list(key.shape)}, got {list(value.shape)}")
         if self.key is not None and self.value is not None:
             key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
         self.key, self.value = key, value
         return key, value
 
+    def check_holds(self, batch: int, groups: int, dim: int) -> None:
+        """Raises where the cache cannot be that of a layer with these sizes; a new cache fits all."""
+        if self.key is None and self.value is None:
+            return
+        for name, x in (("keys", self.key), ("values", self.value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"cache must hold {name} as a tensor [B, G, S, D], got {type(x).__name__}")
+            fits = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3]) == (batch, groups, dim)
+            if not fits or (isinstance(self.key, Tensor) and x.shape != self.key.shape):
+                raise ValueError(
+                    f"cache must hold {name} [B, G, S, D] = [{batch}, {groups}, S, {dim}], got {list(x.shape)}; use a "
+                    "new KeyValueCache for another batch or layer"
+                )
+
     def crop(self, length: int) -> None:
         """Keeps the first `length` tokens."""
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(
+                f"length must be an integer from 0 to {self.length}, the cached tokens, got {shown(length)}"
+            )
         if not 0 <= length <= self.length:
-            raise ValueError(f"length must be 0 to {self.length}, the cached tokens, got {length}")
+            raise ValueError(f"length must be 0 to {self.length}, the cached tokens, got {shown(length)}")
         if self.key is not None and self.value is not None:
             self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
 
     def reorder(self, rows: Tensor) -> None:
         """Makes row i of the batch what row rows[i] was."""
+        rule = "rows must be a tensor [B] of int32 or int64"
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{rule}, got {rows.dtype if isinstance(rows, Tensor) else shown(rows)}")
+        check_layout("rows", rows)
+        if rows.dim() != 1:
+            raise ValueError(f"{rule}, got shape {list(rows.shape)}")
         if self.key is not None and self.value is not None:
+            batch = self.key.shape[0]
+            # On a GPU looking at the numbers would wait for the device.
+            if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+                raise ValueError(
+                    f"rows must be 0 to {batch - 1}, the rows of the cache, got {int(rows.min())} to {int(rows.max())}"
+                )
             self.key, self.value = self.key[rows], self.value[rows]
 
 

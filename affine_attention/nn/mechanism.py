@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
+
+from ..ops.validation import check_flag, shown
+from .arguments import check_sizes
 
 ACTIVATIONS = ("linear_clipping", "sigmoid")
 SINKS = ("zero", "learned")
 BIAS_LENGTH_WORDS = ("visible", "keys")
 PAPER_TRAINING_LENGTH = 2048
+MAX_BIAS_LENGTH = 2**31 - 1
+LARGEST = 3.4e38  # of a setting that fills a parameter: fp32 holds it
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,11 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a non-empty string, got {self.name!r}")
+            raise ValueError(f"name must be a non-empty string, got {shown(self.name)}")
         _check_choice("activation", self.activation, ACTIVATIONS)
         _check_choice("sink", self.sink, SINKS)
         for flag in ("bias", "gate"):
-            if not isinstance(getattr(self, flag), bool):
-                raise TypeError(f"{flag} must be True or False, got {getattr(self, flag)!r}")
+            check_flag(flag, getattr(self, flag))
         if self.bias and self.activation is None:
             raise ValueError(
                 "bias=True needs an alpha, since beta = (running_alpha - alpha) / N, got activation=None; "
@@ -64,8 +68,8 @@ class Mechanism:
         _check_bias_length(self.bias_length)
         _check_number("momentum", self.momentum, 0.0, 1.0)
         _check_number("running_alpha_start", self.running_alpha_start, 0.0, 1.0)
-        _check_number("init_std", self.init_std, 0.0, math.inf)
-        _check_number("sink_start", self.sink_start, -math.inf, math.inf)
+        _check_number("init_std", self.init_std, 0.0, LARGEST)
+        _check_number("sink_start", self.sink_start, -LARGEST, LARGEST)
 
     @property
     def has_alpha(self) -> bool:
@@ -86,15 +90,14 @@ class Mechanism:
     @classmethod
     def named(cls, name: str, **settings: Any) -> Mechanism:
         """A preset of the table in the README, with settings changed by keyword."""
-        if name not in PRESETS:
-            near = get_close_matches(str(name), PRESETS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {shown(name)}{_hint(name, PRESETS)}")
         _check_keys(settings)
         return replace(PRESETS[name], **settings)
 
     def extra_parameters(self, embed_dim: int, num_heads: int, head_dim: int) -> int:
         """Parameters that the mechanism adds to one layer."""
+        check_sizes(embed_dim, num_heads, head_dim)
         alpha = embed_dim * num_heads if self.has_alpha else 0
         gate = embed_dim * num_heads * head_dim if self.gate else 0
         return alpha + gate + (num_heads if self.sink == "learned" else 0)
@@ -114,7 +117,15 @@ class Mechanism:
 
     @classmethod
     def from_json(cls, text: str) -> Mechanism:
-        return cls.from_dict(json.loads(text))
+        if not isinstance(text, str | bytes | bytearray):
+            raise TypeError(f"text must be the JSON of a mechanism's settings, got {type(text).__name__}")
+        try:
+            settings = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"text must be the JSON of a mechanism's settings, as to_json writes it, got {shown(text)}: {error}"
+            ) from error
+        return cls.from_dict(settings)
 
 
 def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
@@ -130,34 +141,38 @@ def _check_keys(settings: dict[str, Any]) -> None:
     known = [field.name for field in fields(Mechanism)]
     for key in settings:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"a mechanism has no setting {key!r}{hint}; it has {', '.join(known)}")
+            raise ValueError(f"a mechanism has no setting {shown(key)}{_hint(key, known)}; it has {', '.join(known)}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        near = get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} must be None or one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+    if value is not None and not (isinstance(value, str) and value in choices):
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be None or one of {known}, got {shown(value)}{_hint(value, choices)}")
+
+
+def _hint(value: Any, known: Iterable[str]) -> str:
+    near = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _check_bias_length(value: Any) -> None:
     rule = 'bias_length must be an integer of at least 1, "visible" or "keys"'
     if isinstance(value, str):
         if value not in BIAS_LENGTH_WORDS:
-            raise ValueError(f"{rule}, got {value!r}")
+            raise ValueError(f"{rule}, got {shown(value)}")
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{rule}, got {value!r}")
+        raise TypeError(f"{rule}, got {shown(value)}")
     elif value < 1:
-        raise ValueError(f"{rule}, got {value}")
+        raise ValueError(f"{rule}, got {shown(value)}")
+    elif value > MAX_BIAS_LENGTH:
+        raise ValueError(f"bias_length must be at most {MAX_BIAS_LENGTH}, got {shown(value)}; use the training length")
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"{name} must be a finite number from {low:g} to {high:g}, got {value}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    if not low <= value <= high:  # NaN fails too
+        raise ValueError(f"{name} must be a finite number from {low:g} to {high:g}, got {shown(value)}")
 
 
 PRESETS: dict[str, Mechanism] = {

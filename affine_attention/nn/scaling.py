@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ops.fused import HAS_TRITON, INTERPRETED
+from .arguments import check_place, check_size
 from .mechanism import Mechanism
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -140,6 +141,11 @@ class AffineScale(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if not isinstance(mechanism, Mechanism):
+            raise TypeError(f"mechanism must be a Mechanism, got {type(mechanism).__name__}; use Mechanism.named")
+        check_size("embed_dim", embed_dim)
+        check_size("num_heads", num_heads)
+        check_place(device, dtype)
         if mechanism.activation is None:
             raise ValueError(
                 f"AffineScale needs a mechanism with an alpha, got {mechanism.name!r} with activation=None"

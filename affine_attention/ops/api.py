@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -34,7 +33,15 @@ from .fused.plan import (
 from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
-from .validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
+from .validation import (
+    check_flag,
+    check_one_of,
+    check_query_key,
+    check_rows,
+    check_softmax_scale,
+    check_value,
+    check_visibility,
+)
 from .visibility import Visibility
 
 IMPLEMENTATIONS = ("auto", "reference", "composed", "fused")
@@ -105,8 +112,11 @@ def attention(
             return out
     tensors = (query, key, value, alpha, beta, sink, gate, mask)
     settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl)
-    signature = _signature(tensors, segment_ids, settings)
-    runner = None if signature is None else _runners.get(signature)
+    try:
+        signature = _signature(tensors, segment_ids, settings)
+        runner = None if signature is None else _runners.get(signature)
+    except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash: the checks below name them
+        signature = runner = None
     if runner is not None:
         return runner(tensors, segment_ids)
     _check_impl(impl)
@@ -141,7 +151,7 @@ def attention_weights(
     check_rows(query, alpha, beta, sink, None)
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(_autocast_device(query), enabled=False):
         return reference_weights(AttentionCall(query, key, key, Rows(alpha, beta, sink), visibility, scale))
 
 
@@ -259,11 +269,11 @@ def _runner_of(call: AttentionCall, impl: str) -> Runner:
     if route is None:
         compute = reference_attention if choice.impl == "reference" else composed_attention
 
-        settings = _forget(call)
+        settings, device = _forget(call), _autocast_device(call.query)
 
         def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
             # The dtypes are settled: autocast must not lower the operations inside once more.
-            with torch.autocast(tensors[0].device.type, enabled=False):
+            with torch.autocast(device, enabled=False):
                 return compute(_same_call(settings, tensors, segment_ids))
 
         return run
@@ -283,10 +293,10 @@ def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) ->
     from .fused.plan import inputs_of
 
     needs_gradient = call.needs_gradient
-    if route.forward == "flash" and call.softmax_scale <= 0:
+    if route.forward == "flash" and not call.has_positive_scale:
 
         def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
-            same = _with_positive_scale(_same_call(settings, tensors, segment_ids))
+            same = _same_call(settings, tensors, segment_ids).with_positive_scale()
             return run_plan(plan_of(same, needs_gradient), inputs_of(same), needs_gradient)
 
         return run
@@ -341,7 +351,7 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
         if impl == "fused":
             raise ValueError(_refusal(refusal))
         compute = reference_attention if impl == "reference" else composed_attention
-        with torch.autocast(call.query.device.type, enabled=False):
+        with torch.autocast(_autocast_device(call.query), enabled=False):
             return compute(call)
     seen, needs_gradient = call.visibility, call.needs_gradient
     if seen.num_queries < seen.num_keys and why_not_decode(call, needs_gradient) is None:
@@ -352,7 +362,7 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
         return _plain_attention(call.query, call.key, call.value, seen.is_causal, call.softmax_scale)
     from .fused.op import traced_attention
 
-    return traced_attention(call if call.softmax_scale > 0 else _with_positive_scale(call), needs_gradient)
+    return traced_attention(call.with_positive_scale(), needs_gradient)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> Tensor:
@@ -381,13 +391,6 @@ def _same_call(settings: AttentionCall, tensors: tuple[Any, ...], segment_ids: A
     )  # fmt: skip
 
 
-def _with_positive_scale(call: AttentionCall) -> AttentionCall:
-    """The same scores with a positive scale: the flash kernels take the row maximum before they scale."""
-    if call.softmax_scale == 0:
-        return call._replace(query=call.query * 0, softmax_scale=1.0)
-    return call._replace(query=-call.query, softmax_scale=-call.softmax_scale)
-
-
 def _kernels_of(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[str, ...]:
     """The PyTorch kernels that the tiles of `composed` would run on, each once."""
     names = []
@@ -406,21 +409,33 @@ def _checked_call(
     check_rows(query, alpha, beta, sink, gate)
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
-    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), visibility, scale, bool(nonnegative_alpha))
+    check_flag("nonnegative_alpha", nonnegative_alpha)
+    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), visibility, scale, nonnegative_alpha)
 
 
 def _check_impl(impl: Any) -> None:
-    if impl not in IMPLEMENTATIONS:
-        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        near = get_close_matches(str(impl), IMPLEMENTATIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"impl must be one of {known}, got {impl!r}{hint}")
+    check_one_of("impl", impl, IMPLEMENTATIONS)
 
 
-def _follow_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Lowers fp32 tensors to autocast's dtype, as PyTorch does for its own attention."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+def _autocast_device(query: Tensor) -> str:
+    """The device type whose autocast is switched off for a call; meta tensors have none."""
+    return "cpu" if query.device.type == "meta" else query.device.type
+
+
+def _follow_autocast(query: Any, key: Any, value: Any, gate: Any) -> tuple[Any, ...]:
+    """Lowers fp32 tensors to autocast's dtype, as PyTorch does for its own attention.
+
+    A gate stays fp32 beside a query of another half precision, which autocast leaves as it is.
+    """
+    tensors = (query, key, value, gate)
+    device = query.device.type if isinstance(query, Tensor) else "cpu"
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta tensors have no autocast
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in tensors)
+    if isinstance(query, Tensor) and query.dtype not in (torch.float32, dtype):
+        return *(_lowered(x, dtype) for x in (query, key, value)), gate
+    return tuple(_lowered(x, dtype) for x in tensors)
+
+
+def _lowered(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .visibility import Visibility
 
+ROUNDS_TO_ZERO = 2.0**-150  # the largest softmax_scale that is 0 in fp32
+
 
 class Rows(NamedTuple):
     """The coefficients of the rows of a call; None where the call has none."""
@@ -64,6 +66,19 @@ class AttentionCall(NamedTuple):
     @property
     def needs_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
+
+    @property
+    def has_positive_scale(self) -> bool:
+        """True where softmax_scale is above 0 in the dtype of the scores."""
+        return self.softmax_scale > (0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO)
+
+    def with_positive_scale(self) -> AttentionCall:
+        """The same scores with a positive scale: kernels mask and take the row maximum before they scale."""
+        if self.has_positive_scale:
+            return self
+        if -self.softmax_scale > (0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO):
+            return self._replace(query=-self.query, softmax_scale=-self.softmax_scale)
+        return self._replace(query=self.query * 0, softmax_scale=1.0)
 
 
 class TensorSpec:

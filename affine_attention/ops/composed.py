@@ -26,6 +26,7 @@ CHUNK_ELEMENTS = 2**20  # of query: a part of the backward whose temporaries har
 
 def composed_attention(call: AttentionCall) -> Tensor:
     """F1 to F7 for any visibility, differentiable once in every tensor."""
+    call = call.with_positive_scale()
     query, key, value, (alpha, beta, sink, gate) = call[:4]
     dim = query.shape[-1]
     if query.device.type == "cuda" and dim % 8:
@@ -37,7 +38,10 @@ def composed_attention(call: AttentionCall) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What the forward leaves to the backward. `softmax_out` and `lse` include the sink."""
+    """What the forward leaves to the backward.
+
+    `softmax_out` and `lse` include the sink; `empty` marks the rows that see nothing (None: there are none).
+    """
 
     query: Tensor
     key: Tensor
@@ -47,6 +51,7 @@ class _Saved(NamedTuple):
     gate: Tensor | None
     softmax_out: Tensor
     lse: Tensor
+    empty: Tensor | None
     sink: Tensor | None
 
     def part(self, rows: slice) -> _Saved:
@@ -80,10 +85,11 @@ class _Composed(torch.autograd.Function):
         softmax_scale: float,
     ) -> Tensor:
         clean_key, clean_value, broken = shield(key, value)
-        softmax_out, lse, kept = softmax_forward(query, clean_key, clean_value, sink, visibility, softmax_scale)
-        ctx.save_for_backward(*_Saved(query, key, value, alpha, beta, gate, softmax_out, lse, sink))
+        softmax_out, lse, empty, kept = softmax_forward(query, clean_key, clean_value, sink, visibility, softmax_scale)
+        ctx.save_for_backward(*_Saved(query, key, value, alpha, beta, gate, softmax_out, lse, empty, sink))
         ctx.visibility, ctx.softmax_scale, ctx.kept = visibility, softmax_scale, kept
 
+        alpha, beta, gate = (_without_rows(x, empty) for x in (alpha, beta, gate))
         out = _scale_and_shift(softmax_out, clean_value, alpha, beta, visibility)
         if gate is not None:
             out = gate * out
@@ -134,7 +140,9 @@ def _gradients(
     grad_out: Tensor, saved: _Saved, need: Any, visibility: Visibility, softmax_scale: float, kept: list[Any]
 ) -> _Gradients:
     """B1 to B6; None for what is not needed."""
-    query, key, value, alpha, beta, gate, softmax_out, lse, sink = saved
+    query, key, value, alpha, beta, gate, softmax_out, lse, empty, sink = saved
+    query, alpha, beta, gate = (_without_rows(x, empty) for x in (query, alpha, beta, gate))
+    grad_out = _without_rows(grad_out, empty)
     rows = row_dtype(query.dtype)
     key, value, _ = shield(key, value)
     grads: dict[str, Tensor] = {}
@@ -169,6 +177,13 @@ def _gradients(
         if from_beta is not None:
             grads["value"] = (from_beta + grads["value"]).to(value.dtype)
     return _Gradients(**grads)
+
+
+def _without_rows(x: Any, empty_BHT: Tensor | None) -> Any:
+    """x [B, H, T] or [B, H, T, D] with 0 for the rows that see nothing: 0 times NaN or infinity is NaN."""
+    if x is None or empty_BHT is None:
+        return x
+    return x.masked_fill(empty_BHT if x.dim() == 3 else empty_BHT[..., None], 0)
 
 
 def _scale_and_shift(

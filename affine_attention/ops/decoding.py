@@ -15,6 +15,7 @@ from .fused.plan import why_not_decode, why_not_fused
 from .validation import (
     check_lengths,
     check_pages,
+    check_query,
     check_query_key,
     check_rows,
     check_softmax_scale,
@@ -53,6 +54,7 @@ def decode_attention(
     """
     dense_key, dense_value = key, value
     if block_table is not None:
+        check_query(query)
         check_lengths(lengths, query)
         check_pages(query, key, value, block_table, lengths)
         dense_key, dense_value = _shape_of_pages(key, block_table), _shape_of_pages(value, block_table)

@@ -13,16 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import AttentionCall
+from .call import AttentionCall, Rows
 from .dtypes import row_dtype
 from .shield import poison, shield
 
 
 def reference_weights(call: AttentionCall) -> Tensor:
     """F1 to F3: the weights [B, H, T, S]."""
-    query, (alpha, beta, sink, _) = call.query, call.rows
-    dtype = row_dtype(query.dtype)
+    dtype = row_dtype(call.query.dtype)
     visible = call.visibility.dense()
+    query, (alpha, beta, sink, _) = _without_empty_rows(call, visible)
     scores_BHTS = query.to(dtype) @ _repeat_heads(call.key, query.shape[1]).to(dtype).mT * call.softmax_scale
     scores_BHTS = scores_BHTS.masked_fill(~visible, -torch.inf)
 
@@ -48,16 +48,27 @@ def reference_weights(call: AttentionCall) -> Tensor:
 def reference_attention(call: AttentionCall) -> Tensor:
     """F4 on top of `reference_weights`: the output [B, H, T, D] in the dtype of query."""
     dtype = row_dtype(call.query.dtype)
-    heads, gate = call.query.shape[1], call.rows.gate
+    heads, visible = call.query.shape[1], call.visibility.dense()
+    gate = _without_empty_rows(call, visible)[1].gate
     key, value, broken = shield(call.key, call.value)
     weights_BHTS = reference_weights(call._replace(key=key))
     out_BHTD = weights_BHTS @ _repeat_heads(value, heads).to(dtype)
     if gate is not None:
         out_BHTD = gate.to(dtype) * out_BHTD
+    out_BHTD = out_BHTD.masked_fill(~visible.any(-1, keepdim=True), 0)
     poison_BHT1 = poison(broken, call.visibility, heads, dtype)
     if poison_BHT1 is not None:
         out_BHTD = out_BHTD + poison_BHT1
     return out_BHTD.to(call.query.dtype)
+
+
+def _without_empty_rows(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Rows]:
+    """Query, alpha, beta and gate with 0 for the rows that see nothing: 0 times NaN or infinity is NaN."""
+    query, (alpha, beta, sink, gate) = call.query, call.rows
+    empty = ~visible.any(-1)
+    alpha, beta = (None if x is None else x.masked_fill(empty, 0) for x in (alpha, beta))
+    gate = None if gate is None else gate.masked_fill(empty[..., None], 0)
+    return query.masked_fill(empty[..., None], 0), Rows(alpha, beta, sink, gate)
 
 
 def _repeat_heads(x_BGSD: Tensor, heads: int) -> Tensor:

@@ -187,6 +187,7 @@ class Plain(Kernel):
             grad = grad_out[:, :, rows].to(dtype)
             dv = dv + weights.mT @ grad
             ds = weights * (grad @ value_BHSD.mT - delta_BHT[:, :, rows, None]) * softmax_scale
+            ds = ds.masked_fill(weights == 0, 0)  # grad @ value may be inf for a key that is not seen
             dq.append(ds @ key_BHSD)
             dk = dk + ds.mT @ query[:, :, rows].to(dtype)
         grads = torch.cat(dq, 2), _sum_repeats(dk, groups), _sum_repeats(dv, groups)
@@ -201,7 +202,9 @@ class Plain(Kernel):
             rows = slice(first, min(first + MATH_BLOCK, query.shape[2]))
             scores = query[:, :, rows].to(dtype) @ key_BHDS * softmax_scale
             if bias is not None:
-                scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows]).to(dtype)
+                # Replaced, not added: the score of an invisible key may be +inf, and inf - inf is NaN.
+                hidden = (bias if bias.shape[2] == 1 else bias[:, :, rows]) == -torch.inf
+                scores = scores.masked_fill(hidden, -torch.inf)
             if is_causal:
                 row = torch.arange(rows.start, rows.stop, device=key.device)[:, None]
                 scores = scores.masked_fill(column > row, -torch.inf)

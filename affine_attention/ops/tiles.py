@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .dtypes import row_dtype
-from .sdpa import choose_kernel
+from .sdpa import PLAIN, Kernel, choose_kernel
 from .visibility import Visibility
 
 QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block of queries
@@ -82,37 +82,45 @@ def _rectangles(queries: int, keys: int, is_causal: bool, mask: Literal["none", 
 
 def softmax_forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, visibility: Visibility, softmax_scale: float
-) -> tuple[Tensor, Tensor, list[Any]]:
-    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T] and what the tiles' backward takes as `kept`.
+) -> tuple[Tensor, Tensor, Tensor | None, list[Any]]:
+    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T], the rows that see nothing [B, H, T] (None where
+    there are none) and what the tiles' backward takes as `kept`.
 
     The log-sum-exp of a row that sees nothing is +inf, so that exp(s - lse) is 0 in every backward.
     """
     query, key, value = (_unit_stride(x) for x in (query, key, value))
     kept, parts = [], []
     for tiles in plan(visibility, query.device.type):
-        out, lse, tile_kept = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
+        out, lse, empty, tile_kept = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
         kept.append(tile_kept)
         for tile in tiles[1:]:
-            tile_out, tile_lse, tile_kept = _tile_forward(query, key, value, tile, visibility, softmax_scale)
+            tile_out, tile_lse, tile_empty, tile_kept = _tile_forward(
+                query, key, value, tile, visibility, softmax_scale
+            )
             kept.append(tile_kept)
             out, lse = _merge(out, lse, tile_out, tile_lse)
-        parts.append((tiles[0], out, lse))
+            empty = None if empty is None or tile_empty is None else empty & tile_empty
+        parts.append((tiles[0], out, lse, empty))
 
     num_queries = query.shape[2]
     if len(parts) == 1 and parts[0][0].first_query == 0 and parts[0][0].stop_query == num_queries:
-        _, out, lse = parts[0]
+        _, out, lse, empty = parts[0]
     else:
         out = torch.zeros_like(query)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=row_dtype(query.dtype), device=query.device)
-        for tile, part_out, part_lse in parts:
+        empty = torch.ones(query.shape[:3], dtype=torch.bool, device=query.device)
+        for tile, part_out, part_lse, part_empty in parts:
             out[:, :, tile.queries] = part_out
             lse[:, :, tile.queries] = part_lse
+            empty[:, :, tile.queries] = False if part_empty is None else part_empty
+    if empty is not None and _can_look(query) and not empty.any():
+        empty = None
 
     if sink is not None:
         with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
         out = (out * _exp_difference(lse, with_sink)[..., None]).to(query.dtype)
         lse = with_sink
-    return out, lse.masked_fill(lse == -torch.inf, torch.inf), kept
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), empty, kept
 
 
 def softmax_backward(
@@ -143,16 +151,25 @@ def softmax_backward(
 
 def _tile_forward(
     query: Tensor, key: Tensor, value: Tensor, tile: Tile, visibility: Visibility, softmax_scale: float
-) -> tuple[Tensor, Tensor, Any]:
+) -> tuple[Tensor, Tensor, Tensor | None, Any]:
     visible, keys = _tile_mask(tile, visibility)
     query, key, value = query[:, :, tile.queries], key[:, :, keys], value[:, :, keys]
     kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
-    out, lse, kept = kernel.forward(query, key, value, _as_bias(visible, query.dtype), tile.is_causal, softmax_scale)
-    if visible is not None:
-        # Kernels disagree on what a row without keys returns (0, NaN, lse 0): set it here.
-        empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
-        out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
-    return out, lse, kept
+    bias = _as_bias(visible, query.dtype)
+    out, lse, kept = kernel.forward(query, key, value, bias, tile.is_causal, softmax_scale)
+    if query.device.type == "cpu":
+        out, lse = _with_nan_queries(query, out, lse)
+    if visible is None:
+        return out, lse, None, kept
+    broken = lse.isnan()
+    if _can_look(query) and broken.any():
+        # A kernel adds the bias. Where the score of an invisible key is +inf, inf - inf is NaN for the whole row.
+        plain_out, plain_lse, _ = PLAIN.forward(query, key, value, bias, tile.is_causal, softmax_scale)
+        out, lse = torch.where(broken[..., None], plain_out, out), torch.where(broken, plain_lse, lse)
+        kept = PLAIN.name
+    # Kernels disagree on what a row without keys returns (0, NaN, lse 0): set it here.
+    empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
+    return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf), empty, kept
 
 
 def _tile_backward(
@@ -170,15 +187,35 @@ def _tile_backward(
     visible, keys = _tile_mask(tile, visibility)
     rows = tile.queries
     query, key, value = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-    kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
-    dq, dk, dv = kernel.backward(
+    kernel: Kernel = PLAIN
+    if kept != PLAIN.name:
+        kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
+    arguments = (
         grad_out[:, :, rows], query, key, value, out[:, :, rows], lse[:, :, rows].contiguous(), kept,
         _as_bias(visible, query.dtype), tile.is_causal, softmax_scale,
     )  # fmt: skip
+    dq, dk, dv = kernel.backward(*arguments)
+    if kernel is not PLAIN and _can_look(query) and dq.isnan().any():
+        # A kernel multiplies the weight 0 of an invisible key by grad . v, which overflows for values near 1e38.
+        dq, dk, dv = PLAIN.backward(*arguments)
     if keys.start != tile.first_key or keys.stop != tile.stop_key:
         margins = (0, 0, keys.start - tile.first_key, tile.stop_key - keys.stop)
         dk, dv = pad(dk, margins), pad(dv, margins)
     return dq, dk, dv
+
+
+def _can_look(x: Tensor) -> bool:
+    """True where looking at the data neither waits for a device nor breaks a graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _with_nan_queries(query: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """NaN for rows with a NaN query, which the CPU kernel can take for rows without keys: out = 0 and lse = 0."""
+    lost = lse == 0
+    if _can_look(query) and not lost.any():
+        return out, lse
+    lost = lost & query.isnan().any(-1)
+    return out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
 
 
 def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice]:
@@ -189,8 +226,8 @@ def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice
         assert visibility.key_mask is not None
         return visibility.key_mask[:, None, None, tile.keys], tile.keys
     visible = visibility.block(tile.queries, tile.keys)
-    if visible is None or visibility.device.type != "cpu" or torch.compiler.is_compiling():
-        return visible, tile.keys  # reading the data would synchronise with the device or break the graph
+    if visible is None or not _can_look(visible):
+        return visible, tile.keys
     seen = visible.flatten(0, 2).any(0).nonzero()
     if seen.numel() == 0:
         return visible[..., :1], slice(tile.first_key, tile.first_key + 1)

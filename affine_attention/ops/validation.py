@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,12 +14,22 @@ from torch import Tensor
 from .visibility import Visibility
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SEGMENT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD_DIM = 256
+LARGEST_FLOAT = sys.float_info.max
+# Windows from here on are cut to T + S, which no distance exceeds. A smaller one is passed as it is: comparing it with
+# the lengths would tie a compiled graph to them.
+LARGE_WINDOW = 2**30
+
+
+def check_query(query: Any) -> None:
+    """query [B, H, T, D]: a dense tensor of floating-point numbers."""
+    _check_tensor("query", query, "[B, H, T, D]", 4)
 
 
 def check_query_key(query: Any, key: Any) -> None:
     """query [B, H, T, D] and key [B, G, S, D]: rank, dtype, device, batch, head dim and heads fit."""
-    _check_tensor("query", query, "[B, H, T, D]", 4)
+    check_query(query)
     _check_tensor("key", key, "[B, G, S, D]", 4)
     if query.dtype not in DTYPES:
         raise TypeError(f"query must be float64, float32, bfloat16 or float16, got {_name(query.dtype)}; convert it")
@@ -72,13 +85,10 @@ def check_visibility(
     """The four kinds of visibility as one checked object."""
     batch, heads, queries = query.shape[:3]
     keys = key.shape[2]
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise TypeError(f"window must be an int or None, got {window!r}")
-        if window < 1:
-            raise ValueError(f"window must be at least 1 (1 = a query sees its own position only), got {window}")
+    check_flag("is_causal", is_causal)
+    check_window(window)
+    if window is not None and window >= LARGE_WINDOW:
+        window = min(window, queries + keys)
     key_mask, pair_mask = _check_mask(mask, query, batch, heads, queries, keys)
     query_segments, key_segments = _check_segments(segment_ids, query, batch, queries, keys)
     return Visibility(
@@ -86,14 +96,39 @@ def check_visibility(
     )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_window(window: Any) -> None:
+    """None, or any integer from 1 on."""
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window must be an int or None, got {shown(window)}")
+    if window < 1:
+        raise ValueError(f"window must be at least 1 (1 = a query sees its own position only), got {shown(window)}")
+
+
+def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
+    """One of the known names."""
+    if not isinstance(value, str) or value not in known:
+        near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}{hint}")
+
+
 def check_softmax_scale(softmax_scale: Any, dim: int) -> float:
     """The given scale, or 1/sqrt(D)."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(dim)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
-        raise TypeError(f"softmax_scale must be a number or None (1/sqrt(D)), got {softmax_scale!r}")
-    if not -math.inf < softmax_scale < math.inf:  # math.isfinite breaks the graph for a traced float
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}; None means 1/sqrt(D)")
+        raise TypeError(f"softmax_scale must be a number or None (1/sqrt(D)), got {shown(softmax_scale)}")
+    # math.isfinite breaks the graph for a traced float, and takes no integer beyond the largest float.
+    if not -LARGEST_FLOAT <= softmax_scale <= LARGEST_FLOAT:
+        raise ValueError(f"softmax_scale must be finite, got {shown(softmax_scale)}; None means 1/sqrt(D)")
     return float(softmax_scale)
 
 
@@ -102,6 +137,7 @@ def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None
         return None, None
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a boolean tensor [B, S] or [B, 1|H, T, S], got {type(mask).__name__}")
+    check_layout("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be boolean, True where a key may be seen, got {_name(mask.dtype)}; "
@@ -133,8 +169,11 @@ def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | 
     for letters, x, length in (("[B, T]", segment_ids[0], queries), ("[B, S]", segment_ids[1], keys)):
         if not isinstance(x, Tensor):
             raise TypeError(f"segment_ids must hold tensors, got {type(x).__name__}")
-        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
-            raise TypeError(f"segment_ids must be integers, one id a document, got {_name(x.dtype)}")
+        check_layout("segment_ids", x)
+        if x.dtype not in SEGMENT_DTYPES:
+            raise TypeError(
+                f"segment_ids must be integers, one id a document, got {_name(x.dtype)}; convert them with .long()"
+            )
         if tuple(x.shape) != (batch, length):
             raise ValueError(f"segment_ids must have shape {letters} = [{batch}, {length}], got {list(x.shape)}")
         _check_device("segment_ids", x, query)
@@ -144,10 +183,19 @@ def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | 
 def _check_tensor(name: str, x: Any, letters: str, rank: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor {letters}, got {type(x).__name__}")
+    check_layout(name, x)
     if x.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions {letters}, got {x.dim()}: {list(x.shape)}")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating-point tensor, got {_name(x.dtype)}; convert it with {name}.float()")
+
+
+def check_layout(name: str, x: Tensor) -> None:
+    """A dense tensor: not sparse, nested or MKL-DNN's."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else _name(x.layout).lstrip("_")
+        way_out = "torch.nested.to_padded_tensor and a mask" if x.is_nested else f"{name}.to_dense()"
+        raise TypeError(f"{name} must be a dense tensor, got a {kind} one; convert it with {way_out}")
 
 
 def _check_same(name: str, x: Tensor, query: Tensor) -> None:
@@ -167,8 +215,21 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def shown(value: Any) -> str:
+    """A value for an error text, in 80 characters at most."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" if not value.is_nested else "a nested tensor"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print thousands of digits
+    try:
+        text = repr(value)
+    except Exception:  # an object whose repr raises, or a list of such integers
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_lengths(lengths: Any, query: Tensor) -> None:
@@ -176,7 +237,9 @@ def check_lengths(lengths: Any, query: Tensor) -> None:
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError("lengths must be a tensor [B] of int32 or int64, one length a sequence")
+        got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise TypeError(f"lengths must be a tensor [B] of int32 or int64, one length a sequence, got {got}")
+    check_layout("lengths", lengths)
     if tuple(lengths.shape) != (query.shape[0],):
         raise ValueError(f"lengths must have shape [B] = [{query.shape[0]}], got {list(lengths.shape)}")
     _check_device("lengths", lengths, query)
@@ -184,11 +247,14 @@ def check_lengths(lengths: Any, query: Tensor) -> None:
 
 def check_pages(query: Any, key: Any, value: Any, block_table: Any, lengths: Tensor | None) -> None:
     """key, value [pages, page_size, G, D] and block_table [B, n]; what no length covers may hold anything."""
-    _check_tensor("query", query, "[B, H, T, D]", 4)
     for name, x in (("key", key), ("value", value)):
         _check_tensor(name, x, "[pages, page_size, G, D]", 4)
     if not isinstance(block_table, Tensor) or block_table.dtype not in (torch.int32, torch.int64):
-        raise TypeError("block_table must be a tensor [B, n] of int32 or int64, the pages of each sequence in order")
+        got = _name(block_table.dtype) if isinstance(block_table, Tensor) else type(block_table).__name__
+        raise TypeError(
+            f"block_table must be a tensor [B, n] of int32 or int64, the pages of each sequence in order, got {got}"
+        )
+    check_layout("block_table", block_table)
     if block_table.dim() != 2 or block_table.shape[0] != query.shape[0]:
         raise ValueError(f"block_table must have shape [B, n] with B = {query.shape[0]}, got {list(block_table.shape)}")
     _check_device("block_table", block_table, query)

@@ -242,6 +242,7 @@ def _sum_ranges(
     a suffix sum of the left half plus a prefix sum of the right half, and contains nothing else.
     """
     batch, groups, num_sources, dim = x.shape
+    num_targets = start.shape[-1]
     rows = x.transpose(1, 2).reshape(batch, num_sources, groups * dim)
     if source_segments is not None and target_segments is not None:
         order, start, stop = _sorted_ranges(source_segments, target_segments, start, stop)
@@ -258,7 +259,7 @@ def _sum_ranges(
 
     def pick(table: Tensor, index: Tensor) -> Tensor:
         flat = (index + row_of_batch).reshape(-1)
-        return table.reshape(batch * size, groups * dim).index_select(0, flat).view(batch, -1, groups * dim)
+        return table.reshape(batch * size, groups * dim).index_select(0, flat).view(batch, num_targets, groups * dim)
 
     summed = pick(rows, first)
     for level in range(size.bit_length() - 1):
@@ -269,7 +270,7 @@ def _sum_ranges(
         parts_here = ((first ^ last) >> level) == 1
         summed = torch.where(parts_here[:, :, None], pick(table, first) + pick(table, last), summed)
     summed = summed.masked_fill(empty[:, :, None], 0)
-    return summed.view(batch, -1, groups, dim).transpose(1, 2)
+    return summed.view(batch, num_targets, groups, dim).transpose(1, 2)
 
 
 def _sorted_ranges(

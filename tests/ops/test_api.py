@@ -28,7 +28,7 @@ def test_auto_takes_composed_on_the_cpu_and_says_why():
 
 def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
     given, visible = tensors()
-    forget_plans()
+    forget_plans()  # a plan of an earlier test holds the functions that are replaced here
     ran = []
     for name in ("reference", "composed"):
         real = getattr(affine_attention.ops.api, f"{name}_attention")

@@ -46,7 +46,7 @@ def test_lse_of_merged_tiles_is_that_of_all_visible_scores(kinds):
     seen = make(30, 70, **kinds)
     query, key = torch.randn(2, 4, 30, 8, dtype=torch.float64), torch.randn(2, 2, 70, 8, dtype=torch.float64)
     sink = torch.tensor([-3.0, 0.0, 2.0, 9.0], dtype=torch.float64)
-    out, lse, kept = softmax_forward(query, key, key, sink, seen, 0.5)
+    out, lse, _, kept = softmax_forward(query, key, key, sink, seen, 0.5)
     scores = (query @ key.repeat_interleave(2, 1).mT * 0.5).masked_fill(~seen.dense(), -torch.inf)
     expected = torch.logaddexp(scores.logsumexp(-1), sink[:, None])
     torch.testing.assert_close(lse, expected)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
-from affine_attention import attention, attention_weights, explain
+from affine_attention import attention, attention_weights, decode_attention, explain
 from affine_attention.testing import Case, make_inputs
 
 GOOD = {name: x for name, x in make_inputs(Case("affine_gated")).tensors.items() if x is not None}
 GOOD["sink"] = torch.zeros(4)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # PyTorch calls nested tensors a prototype
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 65, 16), torch.ones(2, 60, 16)])
+    JAGGED = torch.nested.nested_tensor([torch.ones(4, 65, 16), torch.ones(3, 65, 16)], layout=torch.jagged)
 
 BAD = [
     ({"query": "text"}, TypeError, "query must be a tensor [B, H, T, D], got str"),
@@ -51,6 +57,21 @@ BAD = [
     ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a number or None"),
     ({"impl": "compsed"}, ValueError, "did you mean 'composed'?"),
     ({"impl": None}, ValueError, "impl must be one of"),
+    ({"impl": ["fused"]}, ValueError, "impl must be one of"),
+    ({"nonnegative_alpha": 1}, TypeError, "nonnegative_alpha must be True or False, got 1"),
+    ({"nonnegative_alpha": []}, TypeError, "nonnegative_alpha must be True or False, got []"),
+    ({"softmax_scale": 10**400}, ValueError, "softmax_scale must be finite, got an integer of 1329 bits"),
+    ({"softmax_scale": -(10**5000)}, ValueError, "softmax_scale must be finite"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale must be a number or None"),
+    ({"window": -(10**5000)}, ValueError, "window must be at least 1"),
+    ({"segment_ids": torch.zeros(2, 65, dtype=torch.uint32)}, TypeError, "got uint32; convert them with .long()"),
+    ({"query": torch.ones(2, 4, 65, 16).to_sparse()}, TypeError, "query must be a dense tensor, got a sparse_coo one"),
+    ({"key": torch.ones(2, 2, 65, 16).to_mkldnn()}, TypeError, "key must be a dense tensor, got a mkldnn one"),
+    ({"value": NESTED}, TypeError, "value must be a dense tensor, got a nested one"),
+    ({"query": JAGGED}, TypeError, "query must be a dense tensor, got a nested one"),
+    ({"alpha": torch.ones(2, 4, 65).to_sparse()}, TypeError, "convert it with alpha.to_dense()"),
+    ({"mask": torch.ones(2, 65).bool().to_sparse()}, TypeError, "mask must be a dense tensor, got a sparse_coo one"),
+    ({"segment_ids": torch.ones(2, 65).long().to_sparse()}, TypeError, "segment_ids must be a dense tensor"),
 ]
 
 
@@ -70,6 +91,54 @@ def test_weights_check_the_same(changes, error, words):
     with pytest.raises(error) as caught:
         attention_weights(**(given | changes))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": None}, "query must be a tensor [B, H, T, D], got NoneType"),
+        ({"query": None, "block_table": torch.zeros(2, 1).int()}, "query must be a tensor [B, H, T, D], got NoneType"),
+        ({"query": None, "lengths": torch.ones(2).int()}, "query must be a tensor [B, H, T, D], got NoneType"),
+        (
+            {"query": None, "lengths": torch.ones(2).int(), "block_table": torch.zeros(2, 1).int()},
+            "query must be a tensor [B, H, T, D], got NoneType",
+        ),
+        ({"key": None}, "key must be a tensor"),
+        ({"key": None, "block_table": torch.zeros(2, 1).int()}, "key must be a tensor [pages, page_size, G, D]"),
+        ({"lengths": [3, 4]}, "lengths must be a tensor [B] of int32 or int64, one length a sequence, got list"),
+        ({"lengths": torch.ones(2)}, "lengths must be a tensor [B] of int32 or int64, one length a sequence, got float32"),  # noqa: E501
+        ({"lengths": torch.ones(2).int().to_sparse()}, "lengths must be a dense tensor"),
+        ({"block_table": [[0]]}, "block_table must be a tensor [B, n] of int32 or int64"),
+        ({"softmax_scale": 10**400}, "softmax_scale must be finite"),
+        ({"window": "8"}, "window must be an int or None"),
+    ],
+)  # fmt: skip
+def test_decoding_checks_the_same(changes, words):
+    x = torch.ones(2, 4, 3, 8)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        decode_attention(**{"query": x, "key": x, "value": x} | changes)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.float64])
+def test_an_fp32_gate_beside_a_query_that_autocast_leaves_alone(half):
+    x, gate = torch.randn(1, 2, 3, 8).to(half), torch.rand(1, 2, 3, 8)
+    alpha = torch.rand(1, 2, 3)
+    plain = attention(x, x, x, alpha=alpha, gate=gate)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(x, x, x, alpha=alpha, gate=gate), plain)
+        assert attention(x.float(), x.float(), x.float(), gate=gate).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="key must have the dtype of query"):
+            attention(x, x.float(), x)
+
+
+def test_a_wrong_flag_is_refused_after_a_right_call():
+    """True equals 1 in a key: the plan of a right call must not serve a wrong one."""
+    x = torch.randn(1, 2, 3, 8)
+    attention(x, x, x, is_causal=True, softmax_scale=1.0, window=1)
+    for changes in ({"is_causal": 1}, {"softmax_scale": True}, {"window": True}):
+        with pytest.raises(TypeError, match=next(iter(changes))):
+            attention(x, x, x, **{"is_causal": True, "softmax_scale": 1.0, "window": 1} | changes)
 
 
 def test_one_tensor_of_segments_needs_equal_lengths():
