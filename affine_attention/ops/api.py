@@ -410,7 +410,8 @@ def _checked_call(
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
     check_flag("nonnegative_alpha", nonnegative_alpha)
-    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), visibility, scale, nonnegative_alpha)
+    rows = Rows(alpha, beta, sink, gate)
+    return AttentionCall(query, key, value, rows, visibility, scale, nonnegative_alpha, softmax_scale is None)
 
 
 def _check_impl(impl: Any) -> None:

@@ -42,6 +42,7 @@ class AttentionCall(NamedTuple):
     visibility: Visibility
     softmax_scale: float
     nonnegative_alpha: bool = False
+    scale_is_default: bool = False  # 1/sqrt(D)
 
     @classmethod
     def of(
@@ -69,8 +70,13 @@ class AttentionCall(NamedTuple):
 
     @property
     def has_positive_scale(self) -> bool:
-        """True where softmax_scale is above 0 in the dtype of the scores."""
-        return self.softmax_scale > (0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO)
+        """True where softmax_scale is above 0 in the dtype of the scores.
+
+        The default is not compared: in a graph with a dynamic D it is symbolic, and the graph would be traced twice.
+        """
+        return self.scale_is_default or self.softmax_scale > (
+            0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO
+        )
 
     def with_positive_scale(self) -> AttentionCall:
         """The same scores with a positive scale: kernels mask and take the row maximum before they scale."""
