@@ -105,7 +105,8 @@ def attention(
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
     query, key, value, gate = _follow_autocast(query, key, value, gate)
-    if torch.compiler.is_compiling() and segment_ids is None and window is None and impl == "auto":
+    compiling = torch.compiler.is_compiling()
+    if compiling and segment_ids is None and window is None and impl == "auto":
         out = _run_plain_in_graph(query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale,
                                   nonnegative_alpha)  # fmt: skip
         if out is not None:
@@ -113,7 +114,7 @@ def attention(
     tensors = (query, key, value, alpha, beta, sink, gate, mask)
     settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl)
     try:
-        signature = _signature(tensors, segment_ids, settings)
+        signature = None if compiling else _signature(tensors, segment_ids, settings)
         runner = None if signature is None else _runners.get(signature)
     except (RuntimeError, TypeError):  # a nested tensor has no shape, a list no hash: the checks below name them
         signature = runner = None
@@ -203,12 +204,10 @@ _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _signature(tensors: tuple[Any, ...], segment_ids: Any, settings: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What decides how a call is served; None where a call is looked at anew every time.
+    """What decides how a call is served; None where a call is checked every time.
 
-    That is so in a compiled graph, for subclasses of Tensor, and for arguments of a wrong type: True equals 1 in a key.
+    That is so for subclasses of Tensor, and for arguments of a wrong type: True equals 1 in a key.
     """
-    if torch.compiler.is_compiling():
-        return None
     is_causal, window, softmax_scale = settings[:3]
     if type(is_causal) is not bool or type(window) not in _INTEGER or type(softmax_scale) not in _NUMBER:
         return None

@@ -63,8 +63,11 @@ def _row_kernel(
     softmax_out = load_tile(o_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
     grad = load_tile(grad_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     e = grad.to(tl.float32)
+    row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)
+    seen = row_lse != float("-inf")  # a row that sees nothing has zero gradients, whatever its coefficients hold
     if gate_desc is not None:
         e *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+        e = tl.where(seen[:, None], e, 0.0)
         store_tile(scaled_grad, scaled_strides, batch, head, queries, rule.num_queries, e, HEAD_DIM, BLOCK_D)
 
     row_dalpha = tl.sum(e * softmax_out, 1)
@@ -75,7 +78,7 @@ def _row_kernel(
     mixed = softmax_out
     if alpha is not None:
         row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)
-        row_delta *= row_alpha
+        row_delta = tl.where(seen, row_delta * row_alpha, 0.0)
         mixed = row_alpha[:, None] * softmax_out
         store_row_scalars(dalpha, dalpha_strides, batch, head, queries, rule.num_queries, row_dalpha)
     store_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries, row_delta)
@@ -113,13 +116,11 @@ def _row_kernel(
         if gate_desc is not None:
             mixed += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
     if gate_desc is not None:
-        dgate_tile = grad.to(tl.float32) * mixed
+        dgate_tile = tl.where(seen[:, None], grad.to(tl.float32) * mixed, 0.0)
         store_tile(dgate, dgate_strides, batch, head, queries, rule.num_queries, dgate_tile, HEAD_DIM, BLOCK_D)
     if sink is not None:
-        row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)
         sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
-        # A row whose lse is -inf saw neither keys nor sink.
-        weight = tl.where(row_lse == float("-inf"), 0.0, tl.exp2(sink_log2 - row_lse))
+        weight = tl.where(seen, tl.exp2(sink_log2 - row_lse), 0.0)
         part = -tl.sum(tl.where(queries < rule.num_queries, weight * row_delta, 0.0), 0)
         tl.store(dsink_parts + tl.program_id(0) * tl.num_programs(1) + block, part)
 

@@ -43,7 +43,7 @@ PRECISION = "ieee"  # tf32 would lose precision that a caller of fp32 expects
 
 @triton.jit
 def _softmax_step(
-    output, value_sum, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
+    output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, SHIELD: tl.constexpr,
     SUM_VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -62,9 +62,11 @@ def _softmax_step(
         scores = tl.where(visible, scores, float("-inf"))
         if SUM_VALUES:
             # The mask in the register layout of the scores, which feeds the MMA without a conversion.
-            seen = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
-            value_sum = tl.dot(seen, v, value_sum, input_precision=PRECISION)
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+            ones = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
+            value_sum = tl.dot(ones, v, value_sum, input_precision=PRECISION)
+    tile_max = tl.max(scores, 1)
+    seen = seen | (tile_max != float("-inf")).to(tl.int32)
+    new_max = tl.maximum(row_max, tile_max * scale_log2)
     base = new_max
     if MASKED:
         # A row that has seen nothing yet: -inf - (-inf) is NaN.
@@ -74,7 +76,7 @@ def _softmax_step(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     output = output * rescale[:, None]
     output = tl.dot(p.to(v.dtype), v, output, input_precision=PRECISION)
-    return output, value_sum, new_max, row_sum
+    return output, value_sum, new_max, row_sum, seen
 
 
 @triton.jit(do_not_specialize=GRID_NUMBERS)
@@ -107,18 +109,20 @@ def _forward_kernel(
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    seen = tl.zeros([BLOCK_M], tl.int32)  # 1 where a row sees a key
     for phase in tl.static_range(3):
         begin, end = span_phase(span, phase)
         # The left edge is there for windows and segments only.
         if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
             for tile in tl.range(begin, end):
-                output, value_sum, row_max, row_sum = _softmax_step(
-                    output, value_sum, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
+                output, value_sum, row_max, row_sum, seen = _softmax_step(
+                    output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
                     scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, needs_shield(rule, phase), beta is not None,
                 )  # fmt: skip
 
     output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    row_lse = row_max + tl.log2(row_sum)
+    # A row that sees nothing has lse = -inf, with a sink too: the backward recognises it by that.
+    row_lse = tl.where(seen != 0, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
     if softmax_out is not None:
         store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
@@ -132,6 +136,8 @@ def _forward_kernel(
         output += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
+    # Its alpha, beta and gate may hold anything, and 0 times NaN is NaN.
+    output = tl.where((seen != 0)[:, None], output, 0.0)
     store_tile(out, out_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
 
 

@@ -109,6 +109,19 @@ def test_masked_keys_are_never_read():
 
 
 @needs_triton
+@pytest.mark.parametrize("keys", [60, 900])
+@pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
+def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name, keys):
+    qkv, extras = make(2, 4, 2, 1, keys, 16, ALL, torch.float32)
+    key_mask = torch.ones(2, keys, dtype=torch.bool, device=DEVICE)
+    key_mask[1] = False
+    extras[name][1] = torch.nan
+    out = run(qkv, extras, Visibility(2, 1, keys, qkv[0].device, is_causal=True, key_mask=key_mask))
+    assert out[0].isfinite().all()
+    assert not out[1].any()
+
+
+@needs_triton
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("length_dtype", [torch.int32, torch.int64])
 def test_lengths_align_the_queries_and_hide_the_rest(window, length_dtype):

@@ -257,6 +257,24 @@ def test_rows_that_see_nothing_are_zero(parts: str) -> None:
     assert all(got[name][0].abs().max() == 0 for name in got if name != "sink")
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
+def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name: str, broken: float) -> None:
+    shape = (2, 2, 1, 40, 40, 8)
+    inputs = make_inputs(shape, "absg", torch.float32)
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, :9] = False  # the first rows of the first sequence see nothing
+    visibility = Visibility(2, 40, 40, DEVICE, is_causal=True, key_mask=mask)
+    grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
+    clean = run(flash_attention, inputs, visibility, grad_out)
+    coefficient = inputs[name].clone()
+    coefficient[0, :, :9] = broken
+    found = run(flash_attention, inputs | {name: coefficient}, visibility, grad_out)
+    assert not found["out"][0, :, :9].any()
+    for gradient, x in found.items():
+        assert torch.equal(x, clean[gradient]), gradient
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", ["padding", "before the window", "other segment"])
 def test_broken_keys_that_nobody_sees_change_nothing(place: str, poison: float) -> None:
