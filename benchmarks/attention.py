@@ -140,7 +140,7 @@ class Bench:
             return {}
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch._dynamo.reset()  # else the limit of recompilations lets later shapes run uncompiled, without a word
+        torch._dynamo.reset()  # else dynamo's recompile limit lets later shapes silently run uncompiled
         given = self.of("affine")
         query, key, value, alpha, beta = (given[name] for name in ("query", "key", "value", "alpha", "beta"))
         repeats = self.shape.heads // self.shape.groups

@@ -217,7 +217,7 @@ def _forward(
     # which is a sixth of the memory, and of the time in which fresh pages are found for it.
     part_rows = math.ceil(rows / 2) if logits.is_cpu else rows
     teacher_dtype = work.teacher.weight_VM.dtype if work.teacher is not None else None
-    # The teacher's first logits find room where the gradient of the weight will be: a whole chunk at once, for nothing.
+    # The teacher's first logits reuse the buffer of the weight's gradient: a whole chunk at once, without more memory.
     weight_room = teacher_logits = None
     if logits.is_cpu and needs[1] and teacher_dtype == sum_dtype and weight_VM.shape[1] >= part_rows:
         weight_room = torch.empty(weight_VM.shape, dtype=sum_dtype)

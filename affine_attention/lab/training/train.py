@@ -84,7 +84,7 @@ def train(
         if first:
             print(printable(f"{run.path} is finished: its model is in {run.model}"), file=sys.stderr)
         return run.path
-    with claim(run, first), _hushed():
+    with claim(run, first), _quiet():
         progress = Progress(recipe.steps, wants_progress(quiet) and first, recipe.name)
         try:
             return _train(recipe, run, ranks, device, report_to, cache, progress, on_step)
@@ -293,7 +293,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Inside, transformers keeps its bars and advice to itself: a run has one bar, and errors are raised."""
     from transformers.utils import logging
 
