@@ -1,4 +1,6 @@
-"""Kills and signals training runs, and stops studies; each is started again and must end like one that was not stopped.
+"""Kills and signals training runs, fills their disk, turns their clock back, and stops studies.
+
+Each is started again and must end like one that was not stopped.
 
 Every process is a fork of this one, which has imported everything and started no thread.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -22,7 +25,7 @@ from tests.lab.training.runs import STUDENT, differences, log_without_timing
 
 from .tally import Battery
 
-KILLS, OPERATIONS, SIGNALS, STUDIES = 100, 90, 70, 39
+KILLS, OPERATIONS, SIGNALS, STUDIES, FULL_DISKS, CLOCKS = 100, 90, 70, 39, 20, 20
 JOBS = 2  # processes at a time
 
 
@@ -32,17 +35,24 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
     ends, begin = battery.deadline, time.monotonic()
     left = ends - begin
     moments = [numbers.uniform(0, crashes.seconds * 0.45) for _ in range(_count(KILLS, share))]
-    battery.deadline = begin + left * 0.35
+    battery.deadline = begin + left * 0.3
     _share(battery, folder, "kill -9 at a random moment", crashes.kill_after, list(enumerate(moments)))
-    battery.deadline = begin + left * 0.65
+    battery.deadline = begin + left * 0.55
     operations = _operations(crashes, _count(OPERATIONS, share))
     _share(battery, folder, "kill -9 before a file operation", crashes.kill_at_operation, operations)
-    battery.deadline = begin + left * 0.85
+    battery.deadline = begin + left * 0.72
     several = [
         (number, numbers.choice((signal.SIGTERM, signal.SIGINT)), numbers.uniform(0, crashes.seconds))
         for number in range(_count(SIGNALS, share))
     ]
     _share(battery, folder, "SIGTERM or Ctrl-C at a random moment", lambda *a: _signalled(crashes, *a), several)
+    battery.deadline = begin + left * 0.8
+    # From less than the log to about the size of a checkpoint's largest file.
+    limits = [(number, round(2 ** numbers.uniform(10, 17))) for number in range(_count(FULL_DISKS, share))]
+    _share(battery, folder, "no room left for a file", lambda *a: _without_room(crashes, *a), limits)
+    battery.deadline = begin + left * 0.88
+    moments = [numbers.uniform(0, crashes.seconds) for _ in range(_count(CLOCKS, share))]
+    _share(battery, folder, "a clock that runs backwards", lambda *a: _backwards(crashes, *a), list(enumerate(moments)))
     battery.deadline = ends
     study = StoppedStudies(crashes.folder, crashes.recipe.data[0])
     stops = [(number, numbers.random()) for number in range(_count(STUDIES, share))]
@@ -98,6 +108,44 @@ def _signalled(crashes: Crashes, number: int, which: int, seconds: float) -> str
     code = exit_code(child)
     if code not in (0, 128 + which, -which):
         return f"ended with {code} after signal {which}: {output.read_text()[-300:]}"
+    return _resumed(crashes, run, output)
+
+
+def _without_room(crashes: Crashes, number: int, limit: int) -> str | None:
+    """A run whose files cannot grow beyond `limit` bytes, as on a full disk; then the same command with room."""
+    run = crashes.folder / f"full-{number}"
+    output = run.with_suffix(".txt")
+
+    def train() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then raises OSError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        crashes.train(run)
+
+    code = exit_code(run_in_fork(train, output))
+    if code < 0:
+        return f"ended by signal {-code} with files of at most {limit} bytes"
+    return _resumed(crashes, run, output)
+
+
+def _backwards(crashes: Crashes, number: int, seconds: float) -> str | None:
+    """A run whose clock goes back by hours in every second, killed after a while; then the same with a right clock."""
+    run = crashes.folder / f"clock-{number}"
+    output = run.with_suffix(".txt")
+
+    def train() -> None:
+        real, begin = time.time, time.time()
+        time.time = lambda: begin - 10_000 * (real() - begin)  # type: ignore[assignment]
+        crashes.train(run)
+
+    child = run_in_fork(train, output)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    exit_code(child)
+    return _resumed(crashes, run, output)
+
+
+def _resumed(crashes: Crashes, run: Path, output: Path) -> str | None:
+    """Runs the same command again; what differs from the run that was not stopped."""
     if exit_code(run_in_fork(lambda: crashes.train(run), output)):
         return f"did not resume: {output.read_text()[-500:]}"
     found = differences(run, crashes.whole)
