@@ -129,7 +129,6 @@ class AttentionMechanism(nn.Module):
 
     def rows(self, hidden: Tensor, num_keys: Tensor | int | None, token_mask: Tensor | None) -> Coefficients:
         """`coefficients` where N of Eq. 8, from `bias_divisor`, and the mask of real tokens [B, T] are known."""
-        check_hidden(hidden)
         alpha = beta = gate = None
         scale, gate_proj = self.scale, self.gate_proj
         if scale is not None:

@@ -121,6 +121,7 @@ def split_kernel(
             # The scores of the zero query are 0, and so is their maximum: its accumulator is the sum of v.
             sums = tl.sum(tl.where((head == heads_per_group)[:, None], acc, 0.0), 0)
         own_head = (group * heads_per_group + head).to(tl.int64)
+        is_empty = row_sum == 0.0  # no key is visible; the sum of a row with a NaN is NaN
         if sink is not None:
             sink_log2 = tl.load(sink + own_head, mask=query_ok, other=float("-inf")).to(tl.float32) * LOG2E
             top = tl.maximum(row_max, sink_log2)
@@ -141,7 +142,7 @@ def split_kernel(
             place = gate + batch * gate_b + own_head[:, None] * gate_h + cols[None, :]
             acc *= tl.load(place, mask=tile_ok, other=0.0).to(tl.float32)
         # The coefficients of a row that sees nothing may hold anything, and 0 times NaN is NaN.
-        acc = tl.where((row_max == float("-inf"))[:, None], 0.0, acc)
+        acc = tl.where(is_empty[:, None], 0.0, acc)
         tl.store(out + batch * out_b + own_head[:, None] * out_h + cols[None, :], acc, mask=tile_ok)
     else:
         row_ok = rows < num_rows
@@ -169,7 +170,7 @@ def merge_kernel(
     own = first + member * num_queries + query_at
 
     # The sink is a split without values: l = 1, a = 0.
-    top, total, key_top = float("-inf"), 0.0, float("-inf")
+    top, total, key_sum = float("-inf"), 0.0, 0.0
     if sink is not None:
         top, total = tl.load(sink + head).to(tl.float32) * LOG2E, 1.0
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
@@ -185,7 +186,7 @@ def merge_kernel(
             part += (heads_per_group - member) * num_queries
             sums_tile = tl.load(part_acc + part[:, None] * HEAD_DIM + cols[None, :], mask=tile_ok, other=0.0)
             sums += tl.sum(sums_tile, axis=0)
-        key_top = tl.maximum(key_top, tl.max(maxima, axis=0))
+        key_sum += tl.sum(part_total, axis=0)
         new_top = tl.maximum(top, tl.max(maxima, axis=0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         rescale, weight = tl.exp2(top - shift), tl.exp2(maxima - shift)
@@ -203,5 +204,5 @@ def merge_kernel(
         gate_place = gate + batch * gate_b + head * gate_h + query_at * gate_t + cols
         acc *= tl.load(gate_place, mask=col_ok, other=0.0).to(tl.float32)
     # The coefficients of a row that sees nothing may hold anything, and 0 times NaN is NaN.
-    acc = tl.where(key_top == float("-inf"), tl.zeros_like(acc), acc)
+    acc = tl.where(key_sum == 0.0, tl.zeros_like(acc), acc)
     tl.store(out + batch * out_b + head * out_h + query_at * out_t + cols, acc, mask=col_ok)

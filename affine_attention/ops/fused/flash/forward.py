@@ -64,9 +64,12 @@ def _softmax_step(
             # The mask in the register layout of the scores, which feeds the MMA without a conversion.
             ones = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
             value_sum = tl.dot(ones, v, value_sum, input_precision=PRECISION)
-    tile_max = tl.max(scores, 1)
-    seen = seen | (tile_max != float("-inf")).to(tl.int32)
-    new_max = tl.maximum(row_max, tile_max * scale_log2)
+    # From the mask, not from the scores: the maximum of scores that are NaN may be -inf.
+    if MASKED:
+        seen = seen | tl.max(visible.to(tl.int32), 1)
+    else:
+        seen = seen | 1
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     base = new_max
     if MASKED:
         # A row that has seen nothing yet: -inf - (-inf) is NaN.

@@ -109,6 +109,18 @@ def test_masked_keys_are_never_read():
 
 
 @needs_triton
+@pytest.mark.parametrize("keys", [3, 900])
+def test_a_nan_query_is_nan_in_exactly_its_row(keys):
+    qkv, extras = make(2, 4, 2, 1, keys, 16, ALL, torch.float32)
+    qkv[0][1, 2] = torch.nan
+    out = run(qkv, extras, Visibility(2, 1, keys, qkv[0].device, is_causal=True))
+    expected = torch.zeros(2, 4, dtype=torch.bool, device=DEVICE)
+    expected[1, 2] = True
+    assert torch.equal(out.isnan().all(-1)[..., 0], expected)
+    assert torch.equal(out.isnan().any(-1)[..., 0], expected)
+
+
+@needs_triton
 @pytest.mark.parametrize("keys", [60, 900])
 @pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
 def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name, keys):
