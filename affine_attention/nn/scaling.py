@@ -177,7 +177,8 @@ class AffineScale(nn.Module):
         """
         has_one_divisor = not self.mechanism.bias or isinstance(num_keys, int)
         proj = self.proj
-        projects = has_one_divisor and _can_project(proj, hidden)
+        may_use_kernels = has_one_divisor and (hidden.is_cuda or INTERPRETED)
+        projects = may_use_kernels and _can_project(proj, hidden)
         source = hidden if projects else proj(hidden)
         running_alpha = collected = None
         if self.mechanism.bias:
@@ -195,7 +196,7 @@ class AffineScale(nn.Module):
             weight = proj.weight
             return _projected_coefficients(hidden, weight, activation, running_alpha, num_keys, token_mask, collected)
         scores_BTH = source
-        if has_one_divisor and _can_fuse(scores_BTH):
+        if may_use_kernels and _can_fuse(scores_BTH):
             return _fused_coefficients()(scores_BTH, activation, running_alpha, num_keys, token_mask, collected)
         # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
         wide = scores_BTH.dtype in (torch.float32, torch.float64)
