@@ -75,7 +75,7 @@ class CudnnBackward:
         assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
-            # A test on an H200 had wrong gradients while this passed other strides than the output's; the cause is not known.
+            # A test on an H200 had wrong gradients with other strides than the output's; the cause is not known.
             grad_out = grad_out if self.reads_grad else torch.empty_like(core).copy_(grad_out)
             return *attend_backward(grad_out, query, key, value, core, lse, causal, scale), None, None, None, None
         grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
