@@ -12,8 +12,8 @@ from ..files import read_table
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder, write_json
 from .live import LiveTable
-from .parallel import run_in_parallel
 from .plan import Job, Plan
+from .workers import run_in_parallel
 
 PAPER_SEQUENCES, PAPER_LENGTH = 10, 1024  # what the paper looks at ("ten sequences of 1k")
 

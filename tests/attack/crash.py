@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.guard import Stopped
+from affine_attention.lab.training.signals import Stopped
 from affine_attention.study import Plan, run_study
 from tests.lab.training.crash import Crashes, exit_code, run_in_fork
 from tests.lab.training.runs import STUDENT, differences, log_without_timing

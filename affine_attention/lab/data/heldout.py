@@ -18,7 +18,7 @@ class Split(Protocol):
     def holds(self, text: str) -> bool: ...
 
 
-def place_of(text: str) -> float:
+def hash_fraction(text: str) -> float:
     """A number in [0, 1) that a document's words decide; copies with other spaces or line ends have the same."""
     digest, between = hashlib.blake2b(digest_size=8), b""
     for word in re.finditer(r"\S+", text):  # a list of all words takes ten times the text
@@ -35,7 +35,7 @@ class FractionSplit:
         self.lowest = 1.0
 
     def holds(self, text: str) -> bool:
-        place = place_of(text)
+        place = hash_fraction(text)
         self.lowest = min(self.lowest, place)
         return place < self.fraction
 
@@ -49,11 +49,11 @@ class CopySplit:
     """Holds out copies of documents that are held out already."""
 
     def __init__(self, documents: Iterable[str] = ()) -> None:
-        self.places = {place_of(text) for text in documents}
+        self.places = {hash_fraction(text) for text in documents}
         self.copies = 0
 
     def holds(self, text: str) -> bool:
-        copy = place_of(text) in self.places
+        copy = hash_fraction(text) in self.places
         self.copies += copy
         return copy
 

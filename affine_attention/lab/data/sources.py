@@ -68,7 +68,7 @@ class DocumentStream(Protocol):
         """Where the next document is; JSON."""
         ...
 
-    def check_place(self, place: Any) -> None:
+    def check_position(self, place: Any) -> None:
         """Raises ValueError for what `place` cannot have given."""
         ...
 
@@ -222,7 +222,7 @@ class CountedStream:
     def place(self) -> int:
         return self.count
 
-    def check_place(self, place: Any) -> None:
+    def check_position(self, place: Any) -> None:
         if type(place) is not int or not 0 <= place < 2**53:
             raise ValueError(f"the position in {self.source.name} must be a number of documents, got {place!r}")
 
@@ -247,7 +247,7 @@ class HubStream:
     def place(self) -> Any:
         return json.loads(json.dumps(self.dataset.state_dict()))
 
-    def check_place(self, place: Any) -> None:
+    def check_position(self, place: Any) -> None:
         if not isinstance(place, dict):
             raise ValueError(f"the position in {self.name} must be an object, got {type(place).__name__}")
 

@@ -85,7 +85,7 @@ class StreamedDataset(IterableDataset):
         if len(start["rest"]) >= self.sequence_length or len(start["rest_starts"]) > self.sequence_length:
             raise ValueError(f"a stream position must keep fewer than {self.sequence_length} tokens")
         if start["place"] is not None:
-            self.streams[start["source"]].check_place(start["place"])
+            self.streams[start["source"]].check_position(start["place"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         workers = get_worker_info()

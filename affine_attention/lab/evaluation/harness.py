@@ -52,11 +52,11 @@ def run_harness(
             'they would depend on the batch; use engine="direct", which batches equal lengths'
         )
     names = [task for task in tasks if isinstance(task, str)]
-    strangers = [task for task in names if foreign(task)]
+    harness_only = [task for task in names if is_harness_only(task)]
     with tempfile.TemporaryDirectory(prefix="affine_tasks_") as folder, evaluating(model):
-        asked = [write_definition(task, Path(folder)) for task in tasks if not foreign(task)] + strangers
+        asked = [write_definition(task, Path(folder)) for task in tasks if not is_harness_only(task)] + harness_only
         # Reading all of its thousands of definitions takes the harness ten seconds.
-        manager = TaskManager(include_path=folder, include_defaults=bool(strangers))
+        manager = TaskManager(include_path=folder, include_defaults=bool(harness_only))
         lm = HFLM(
             pretrained=model,
             tokenizer=copy.deepcopy(tokenizer),  # it gets a padding token
@@ -80,20 +80,20 @@ def run_harness(
     return {name.removesuffix(LOCAL): read_result(found, name) for name in asked}
 
 
-def foreign(task: TaskFile | str) -> bool:
+def is_harness_only(task: TaskFile | str) -> bool:
     """True for a task that only the harness knows."""
     return isinstance(task, str) and task not in TASKS
 
 
 def check_names(names: Sequence[str]) -> None:
     """Refuses a task that nobody knows."""
-    strangers = [name for name in names if foreign(name)]
-    if strangers:
+    harness_only = [name for name in names if is_harness_only(name)]
+    if harness_only:
         harness_folder()
         from lm_eval.tasks import TaskManager
 
         known = TaskManager().all_tasks
-        for name in strangers:
+        for name in harness_only:
             if name not in known:
                 raise ValueError(f"task {name!r} is none of lm-evaluation-harness{nearest(name, known)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import inside
+from . import attention_measures as attention
 from .groups import Group
 from .measures import (
     Measure,
@@ -106,20 +106,25 @@ def _first_token(setting: Setting, quality: list[Measure], average: list[Measure
     return Claim(
         "claim-first-token", "Less weight on the first token", "4.2, Figure 4",
         "Less attention rests on the first token than with softmax and than with a learned sink.",
-        _pairs(setting, _BOTH, [inside.FIRST_TOKEN, inside.FIRST_TOKEN_OF_SOFTMAX]),
+        _pairs(setting, _BOTH, [attention.FIRST_TOKEN, attention.FIRST_TOKEN_OF_SOFTMAX]),
         ["Where rows sum to less than 1, every weight is smaller, the first token’s too. The softmax part says whether "
          "attention also moved away from it."],
     )  # fmt: skip
 
 
 def _diversity(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
-    spreads = [inside.TOTAL_WEIGHT_SPREAD, inside.SCALED_WEIGHT_SPREAD, inside.ROW_SUM_SPREAD, inside.ENTROPY_SPREAD]
+    spreads = [
+        attention.TOTAL_WEIGHT_SPREAD,
+        attention.SCALED_WEIGHT_SPREAD,
+        attention.ROW_SUM_SPREAD,
+        attention.ENTROPY_SPREAD,
+    ]
     return Claim(
         "claim-diversity", "More diverse heads", "4.1, 4.3, Figures 3 and 5",
         "Total weights differ more between the heads of a layer than with a learned sink, and the row sums of queries "
         "spread more widely.",
         [*_pairs(setting, [("affine", "sink")], spreads),
-         *_pairs(setting, [("affine", "softmax")], [inside.ENTROPY_SPREAD])],
+         *_pairs(setting, [("affine", "softmax")], [attention.ENTROPY_SPREAD])],
         ["The paper shows heatmaps and gives no number; these are standard deviations over the heads of a layer. With "
          "softmax every head weighs exactly 1, so total weights are compared with the sink, as in Figure 5. The "
          "entropy of the softmax part says whether heads also look at different things."],
@@ -129,8 +134,8 @@ def _diversity(setting: Setting, quality: list[Measure], average: list[Measure])
 def _entropy(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     plain = ("affine", "softmax")
     parts = [
-        *_pairs(setting, [plain], [inside.ENTROPY, inside.ENTROPY_OF_SOFTMAX]),
-        *_pairs(setting, [plain], [inside.ENTROPY_OF_BIAS], side=""),
+        *_pairs(setting, [plain], [attention.ENTROPY, attention.ENTROPY_OF_SOFTMAX]),
+        *_pairs(setting, [plain], [attention.ENTROPY_OF_BIAS], side=""),
     ]
     notes = []
     whole, learned, added = (part.delta for part in parts)
@@ -144,7 +149,7 @@ def _entropy(setting: Setting, quality: list[Measure], average: list[Measure]) -
     return Claim(
         "claim-entropy", "Higher entropy", "4.4, Figure 6",
         "Attention is spread over more tokens than with softmax and than with a learned sink.",
-        [*parts, *_pairs(setting, [("affine", "sink")], [inside.ENTROPY, inside.ENTROPY_OF_SOFTMAX])],
+        [*parts, *_pairs(setting, [("affine", "sink")], [attention.ENTROPY, attention.ENTROPY_OF_SOFTMAX])],
         notes,
     )  # fmt: skip
 

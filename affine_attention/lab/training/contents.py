@@ -25,14 +25,14 @@ STEP_DTYPE = torch.float32
 NUMPY_KEYS = 624  # words of the Mersenne twister
 
 
-def check_contents(path: Path, step: int, model: nn.Module, check_place: Callable[[Any], None] | None = None) -> None:
+def check_contents(path: Path, step: int, model: nn.Module, check_stream: Callable[[Any], None] | None = None) -> None:
     """Raises ValueError, with the file and the rule, unless a checkpoint can be loaded into the model at this step.
 
     Args:
         path: the folder of the checkpoint.
         step: that of its name.
         model: on the CPU, before it is sharded.
-        check_place: raises for a stream position that the data cannot have; None where the data is no stream.
+        check_stream: raises for a stream position that the data cannot have; None where the data is no stream.
     """
     parameters = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
     seen: set[int] = set()
@@ -45,9 +45,9 @@ def check_contents(path: Path, step: int, model: nn.Module, check_place: Callabl
     stored = {f"{kind}/{name}": _adamw(kind, *like) for name, like in parameters.items() for kind in ADAMW}
     _check_headers(path / "optimizer.safetensors", stored, some_missing=True)
     place = check_training(path / "training.json", step, list(parameters))
-    if check_place is not None:
+    if check_stream is not None:
         try:
-            check_place(place)
+            check_stream(place)
         except ValueError as error:
             raise ValueError(f"{path / 'training.json'}: {error}") from error
     check_trainer_state(path / "trainer_state.json", step)

@@ -23,23 +23,24 @@ from transformers import TrainingArguments
 from ...visible import printable
 from ..data import Corpus, check_same_data, prepare
 from ..device import choose_device
-from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
+from ..distill.teacher_cache import cache_teacher_states
 from ..estimate import make_utilisation
 from ..fingerprint import fingerprint_model, fingerprint_source
 from ..recipe import Recipe
 from ..run import SCHEMA, RunFolder, describe_machine, write_json
-from .arguments import training_arguments
 from .checkpoints import Checkpoints, check_room, sync, temporary_name
-from .claim import check_folder, claim, open_run
 from .contents import check_contents
-from .guard import NotFiniteError, Stopped, StopSignals
-from .places import KeptPlaces
+from .distill_trainer import DistillTrainer
+from .lock import check_folder, lock_run, prepare_run
+from .nonfinite import NotFiniteError
 from .progress import Progress, wants_progress
+from .signals import Stopped, StopSignals
 from .state import whole_on_cpu
 from .steplog import StepLog
+from .stream_position import ResumableStream
 from .student import build_student, check_fit, check_teacher, explain_attention
-from .trainer import DistillTrainer
+from .trainer_arguments import training_arguments
 
 REMEMBERED_TOKENS = 2**15  # in one forward of a teacher that is run before the training
 BYTES_OF_A_PARAMETER = 12  # float32 weights and AdamW's two averages
@@ -84,7 +85,7 @@ def train(
         if first:
             print(printable(f"{run.path} is finished: its model is in {run.model}"), file=sys.stderr)
         return run.path
-    with claim(run, first), _quiet():
+    with lock_run(run, first), _quiet():
         progress = Progress(recipe.steps, wants_progress(quiet) and first, recipe.name)
         try:
             return _train(recipe, run, ranks, device, report_to, cache, progress, on_step)
@@ -121,14 +122,14 @@ def _train(
     corpus = load_corpus(sources, cache)
     text: Any = corpus.train_dataset(recipe.steps * recipe.global_batch, recipe.data_seed)
     if corpus.streaming:
-        text = KeptPlaces(text, recipe.global_batch)
+        text = ResumableStream(text, recipe.global_batch)
     heldout = corpus.heldout_dataset()
     student = build_student(recipe)
     check_fit(recipe, student, corpus.vocabulary_size)
     teacher = _load_teacher(sources, student, device)
     remembers = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if remembers:
-        text = remember(
+        text = cache_teacher_states(
             teacher, text, corpus.fingerprint, dtype=getattr(torch, recipe.dtype), cache=cache,
             batch=max(arguments.per_device_train_batch_size, REMEMBERED_TOKENS // recipe.sequence_length),
             before=lambda: _compile_layers(teacher) if recipe.compile else None,
@@ -140,10 +141,10 @@ def _train(
     if run.exists and run.manifest_file.is_file():
         check_same_teacher(run, sources, teacher_is)
     identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_is}
-    check_place = text.check if isinstance(text, KeptPlaces) else None
+    check_position = text.check if isinstance(text, ResumableStream) else None
     checkpoints = Checkpoints(
         run.checkpoints, recipe.keep_checkpoints, identity,
-        lambda path, step: check_contents(path, step, student, check_place),
+        lambda path, step: check_contents(path, step, student, check_position),
     )  # fmt: skip
     parameters = sum(parameter.numel() for parameter in student.parameters())
     if first:
@@ -151,7 +152,7 @@ def _train(
         check_room(run.path, parameters * (BYTES_OF_A_PARAMETER * missing + 4), f"{missing} checkpoints and the model")
 
     # From here on the folder is written.
-    start = _from_rank_0(open_run(run, recipe, checkpoints, progress) if first else None)
+    start = _from_rank_0(prepare_run(run, recipe, checkpoints, progress) if first else None)
     if recipe.compile:
         _compile_layers(student, teacher)
     done = 0 if start is None else checkpoints.step_of(start)

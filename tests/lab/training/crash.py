@@ -33,8 +33,8 @@ import torch
 
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training import tensorfile
+from affine_attention.lab.training.distill_trainer import DistillTrainer
 from affine_attention.lab.training.train import train
-from affine_attention.lab.training.trainer import DistillTrainer
 
 from .runs import differences, tiny_recipe, write_text
 

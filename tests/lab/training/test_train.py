@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.checkpoints import CheckpointError
-from affine_attention.lab.training.guard import NotFiniteError, Stopped
+from affine_attention.lab.training.nonfinite import NotFiniteError
+from affine_attention.lab.training.signals import Stopped
 from affine_attention.lab.training.train import train
 
 from .runs import STUDENT, differences, log_without_timing, tiny_recipe, write_text
@@ -463,9 +464,9 @@ def test_a_run_goes_on_from_the_model_of_another(place, tmp_path):
 
 
 def test_two_processes_do_not_write_one_run(place, tmp_path):
-    from affine_attention.lab.training.claim import claim
+    from affine_attention.lab.training.lock import lock_run
 
-    with claim(RunFolder(tmp_path / "run"), True), pytest.raises(ValueError) as error:
+    with lock_run(RunFolder(tmp_path / "run"), True), pytest.raises(ValueError) as error:
         place.train(tmp_path / "run", place.recipe())
     assert "another process" in str(error.value)
 

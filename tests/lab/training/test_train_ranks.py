@@ -17,8 +17,7 @@ import torch.multiprocessing as mp
 from affine_attention import commit_running_alpha
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.arguments import make_loss
-from affine_attention.lab.training.guard import Stopped
+from affine_attention.lab.training.signals import Stopped
 from affine_attention.lab.training.state import (
     Gathering,
     load_optimizer_state,
@@ -30,6 +29,7 @@ from affine_attention.lab.training.state import (
 from affine_attention.lab.training.student import build_student
 from affine_attention.lab.training.tensorfile import read_tensors, write_tensors
 from affine_attention.lab.training.train import train
+from affine_attention.lab.training.trainer_arguments import make_loss
 from tests.nn.test_distributed import free_port
 
 from .runs import differences, tiny_recipe, write_text

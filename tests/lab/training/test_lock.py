@@ -1,4 +1,4 @@
-"""A folder is ours, or it is left alone."""
+"""A run folder is locked by one process; other folders are left alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder, write_json
 from affine_attention.lab.training.checkpoints import Checkpoints
-from affine_attention.lab.training.claim import check_folder, claim, open_run
+from affine_attention.lab.training.lock import check_folder, lock_run, prepare_run
 from affine_attention.lab.training.progress import Progress
 
 
@@ -20,19 +20,19 @@ def make_run(path):
     return run
 
 
-def test_a_lock_is_held_and_let_go(tmp_path):
+def test_a_lock_is_held_and_released(tmp_path):
     run = make_run(tmp_path / "run")
-    with claim(run, True):
-        with pytest.raises(ValueError) as error, claim(run, True):
+    with lock_run(run, True):
+        with pytest.raises(ValueError) as error, lock_run(run, True):
             pass
         assert "another process" in str(error.value)
-        with claim(run, False):
+        with lock_run(run, False):
             pass  # the other ranks of the same run
-    with claim(run, True):
+    with lock_run(run, True):
         pass
 
 
-def test_a_killed_process_lets_go(tmp_path):
+def test_a_killed_process_releases_the_lock(tmp_path):
     run = make_run(tmp_path / "run")
     code = (
         "import fcntl, os, sys; lock = open(sys.argv[1], 'a'); fcntl.flock(lock, fcntl.LOCK_EX); "
@@ -40,22 +40,22 @@ def test_a_killed_process_lets_go(tmp_path):
     )
     child = subprocess.run([sys.executable, "-c", code, str(run.path / ".lock")], capture_output=True, text=True)
     assert child.stdout == "held\n"
-    with claim(run, True):
+    with lock_run(run, True):
         pass
 
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path):
     run = RunFolder(tmp_path / "run")
-    with pytest.raises(RuntimeError), claim(run, True):
+    with pytest.raises(RuntimeError), lock_run(run, True):
         raise RuntimeError
     assert not run.path.exists()
     run.path.mkdir()
-    with pytest.raises(RuntimeError), claim(run, True):
+    with pytest.raises(RuntimeError), lock_run(run, True):
         raise RuntimeError
     assert list(run.path.iterdir()) == []
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_not_a_run_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     for path, words in ((tmp_path / "file", "is a file"), (tmp_path, "holds file but no run")):
         with pytest.raises(ValueError) as error:
@@ -69,24 +69,24 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", [".ssh", ".tmp-notes", ".bashrc.tmp", ".tmp-model-x", ".notes.77.tmp"])
-def test_a_folder_of_dot_files_is_no_run(name, tmp_path):
+def test_a_folder_of_dot_files_is_not_a_run(name, tmp_path):
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match="but no run"):
         check_folder(RunFolder(tmp_path), Recipe(), True)
 
 
-def test_foreign_names_in_a_run_stay(tmp_path):
+def test_other_files_in_a_run_are_kept(tmp_path):
     run = make_run(tmp_path / "run")
     run.checkpoints.mkdir()
-    foreign = [".tmp-notes", ".tmp-model-x", "checkpoints/.tmp-mine", "checkpoints/.tmp-step-4-x"]
-    for name in foreign:
+    other = [".tmp-notes", ".tmp-model-x", "checkpoints/.tmp-mine", "checkpoints/.tmp-step-4-x"]
+    for name in other:
         (run.path / name).mkdir()
         (run.path / name / "precious").touch()
     for name in (".todo.tmp", ".todo.txt.77.tmp"):
         (run.path / name).touch()
     (run.path / ".tmp-model-8").symlink_to(tmp_path)
-    open_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False))
-    assert all((run.path / name / "precious").exists() for name in foreign)
+    prepare_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False))
+    assert all((run.path / name / "precious").exists() for name in other)
     assert all((run.path / name).exists() for name in (".todo.tmp", ".todo.txt.77.tmp"))
     assert tmp_path.is_dir()
 
@@ -94,12 +94,12 @@ def test_foreign_names_in_a_run_stay(tmp_path):
 def test_a_lock_that_is_a_link_is_refused(tmp_path):
     run = make_run(tmp_path / "run")
     (run.path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="got a link"), claim(run, True):
+    with pytest.raises(ValueError, match="got a link"), lock_run(run, True):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_opening_cleans_up_and_says_so(tmp_path, capsys):
+def test_preparing_a_run_removes_incomplete_files_and_reports_them(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     run.add_event("start")
     with open(run.events_file, "a") as file:
@@ -108,9 +108,9 @@ def test_opening_cleans_up_and_says_so(tmp_path, capsys):
         (run.path / name).mkdir(parents=True)
         (run.path / name / "half").touch()
     (run.path / ".log.jsonl.5.tmp").touch()
-    assert open_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False)) is None
+    assert prepare_run(run, Recipe(), Checkpoints(run.checkpoints, 2, {}), Progress(1, False)) is None
     assert "starting at step 0" in capsys.readouterr().err
     reasons = [event["reason"] for event in run.events() if event["event"] == "skip"]
     assert len(reasons) == 3
-    assert all("never finished" in reason for reason in reasons)
+    assert all("was incomplete" in reason for reason in reasons)
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "events.jsonl", "recipe.json"]

@@ -1,8 +1,8 @@
-"""Runs a teacher once over packed text and keeps on disk what goes into its head, for every student of that text.
+"""Runs a teacher once over packed text and caches its last hidden states on disk, for every student of that text.
 
-A teacher says the same of a sequence in every run and epoch. A study of thirty students would run it thirty times, and
-a teacher is larger than its students. Its logits would be too much to keep (the vocabulary's width for each token); the
-hidden states before its head are a few hundred numbers, and the head makes the logits of them again, in the loss.
+A frozen teacher computes the same for a sequence in every run and epoch, and it is larger than its students: a study of
+thirty students would run it thirty times. Its logits are too large to store (one number per token and vocabulary
+entry). Its last hidden states have a few hundred numbers per token, and the loss recomputes the logits from them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ...files import expanded
 from ..data.packing import PackedDataset, collate
 from ..data.store import cached
 from ..fingerprint import fingerprint_model
-from .heads import TEACHER_HIDDEN, run_headless
+from .lm_head import TEACHER_HIDDEN, run_to_head
 
-FORMAT = 2  # of the file; a change invalidates every cached one
-FILE = "hidden.bin"  # [sequences, T, M] in the dtype of the head's input, one after the other
+FORMAT = 2  # of the cached file; changing it invalidates the cache
+FILE = "hidden.bin"  # [sequences, T, M] in the dtype of the head's input
 
 
-class RememberedTeacher(Dataset):
-    """Sequences of a `PackedDataset`, each with what its teacher said of it."""
+class CachedTeacherDataset(Dataset):
+    """Sequences of a `PackedDataset`, each with the teacher's last hidden states."""
 
     def __init__(self, sequences: PackedDataset, states: np.ndarray, dtype: torch.dtype) -> None:
         self.sequences, self.states, self.dtype = sequences, states, dtype
@@ -46,12 +46,12 @@ class RememberedTeacher(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         example = self.sequences[item]
-        # A copy: the map is read-only, which torch does not know of.
+        # A copy: the memory map is read-only, and torch has no read-only tensors.
         states_TM = np.array(self.states[self.sequences.block(item)])
         return example | {TEACHER_HIDDEN: torch.from_numpy(states_TM).view(self.dtype)}
 
 
-def remember(
+def cache_teacher_states(
     teacher: Any,
     sequences: PackedDataset,
     fingerprint: str,
@@ -60,17 +60,17 @@ def remember(
     batch: int,
     cache: Path | str | None = None,
     before: Callable[[], None] = lambda: None,
-) -> RememberedTeacher:
-    """The sequences with their teacher's hidden states, found in the cache or made now in one pass over the text.
+) -> CachedTeacherDataset:
+    """The sequences with the teacher's hidden states, read from the cache or computed now in one pass over the text.
 
     Args:
         teacher: a loaded teacher, on its device.
-        sequences: what a run trains on; its order does not matter here.
+        sequences: the training sequences of a run, in any order.
         fingerprint: of the text and its packing.
-        dtype: of the training's computation: float32, or that of autocast.
-        batch: sequences in one forward.
-        cache: the folder in which states are kept; by default the user's cache.
-        before: called once before the pass, when there is one (to compile the teacher, say).
+        dtype: of the computation in training: float32, or the autocast dtype.
+        batch: sequences per forward.
+        cache: the cache folder; by default the user's cache.
+        before: called once before the pass over the text, if one is needed (to compile the teacher, for example).
     """
     folder = default_cache() if cache is None else expanded(cache, "cache")
     width = teacher.config.get_text_config().hidden_size
@@ -83,15 +83,15 @@ def remember(
         free = shutil.disk_usage(part).free
         if needed > free:
             raise ValueError(
-                f"remember_teacher=true needs {needed / 2**30:.1f} GiB for {count:,} sequences in {folder}, and "
-                f"{free / 2**30:.1f} GiB are free; name another cache, or run the teacher in each step "
+                f"remember_teacher=true needs {needed / 2**30:.1f} GiB for {count:,} sequences in {folder}, but only "
+                f"{free / 2**30:.1f} GiB are free; choose another cache folder, or run the teacher in each step "
                 "(remember_teacher=false)"
             )
         before()
         _write_states(part / FILE, teacher, sequences, dtype, batch)
 
     file = cached(folder, key, write) / FILE
-    return RememberedTeacher(sequences, np.memmap(file, _plain(dtype), "r", shape=shape), dtype)
+    return CachedTeacherDataset(sequences, np.memmap(file, _plain(dtype), "r", shape=shape), dtype)
 
 
 @torch.no_grad()
@@ -107,14 +107,14 @@ def _write_states(file: Path, teacher: Any, sequences: PackedDataset, dtype: tor
     ):
         written: deque[Future[None]] = deque()
         for first in range(0, total, batch):
-            # A compiled teacher knows one size: the last batch is filled up with its last sequence.
+            # A compiled teacher has a fixed batch size: the last batch is padded by repeating its last sequence.
             items = [min(item, total - 1) for item in range(first, first + batch)]
             inputs = {key: x.to(device) for key, x in collate([in_order[item] for item in items]).items()}
             with _autocast(device, dtype):
-                hidden_BTM = run_headless(teacher, inputs, checked).hidden_BTM
+                hidden_BTM = run_to_head(teacher, inputs, checked).hidden_BTM
             if hidden_BTM.dtype != dtype:
-                raise TypeError(f"the teacher's head is given {hidden_BTM.dtype}, where the run computes in {dtype}")
-            # Beside the next forward; two batches may wait for the disk.
+                raise TypeError(f"the teacher's hidden states are {hidden_BTM.dtype}, but the run computes in {dtype}")
+            # Written in a thread while the next forward runs; at most two batches are queued.
             written.append(disk.submit(_append, hidden_BTM[: total - first], out))
             while len(written) > 2:
                 written.popleft().result()
@@ -132,17 +132,17 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCo
 
 
 def _digest(teacher: Any, fingerprint: str, dtype: torch.dtype) -> str:
-    """Of all that decides the states: the weights themselves, not the name of the folder that they came from."""
+    """Hash of everything that determines the states: the weights themselves, not the name of their folder."""
     digest = hashlib.sha256(f"{FORMAT} {fingerprint} {dtype} {type(teacher).__name__}".encode())
     settings = teacher.config.get_text_config().to_diff_dict()
-    told = sorted((key, repr(value)) for key, value in settings.items() if key != "_name_or_path")
-    digest.update(repr(told).encode())
+    listed = sorted((key, repr(value)) for key, value in settings.items() if key != "_name_or_path")
+    digest.update(repr(listed).encode())
     digest.update(fingerprint_model(teacher).encode())
     return digest.hexdigest()
 
 
 def _plain(dtype: torch.dtype) -> np.dtype:
-    """numpy has no bfloat16: its bytes travel as whole numbers."""
+    """numpy has no bfloat16, so the bytes are stored as integers."""
     return np.dtype(f"<i{dtype.itemsize}")
 
 

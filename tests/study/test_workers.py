@@ -18,7 +18,7 @@ from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
 from affine_attention.study import Job, Plan, run_study
 from affine_attention.study.live import LiveTable
-from affine_attention.study.parallel import run_in_parallel
+from affine_attention.study.workers import run_in_parallel
 from tests.lab.training.runs import log_without_timing
 from tests.study.notes import Note
 from tests.study.test_stages import SETTINGS

@@ -1,7 +1,7 @@
-"""The row formula of chunks.py as one Triton kernel: raw logits -> kd, ce, and their gradient in place.
+"""The formula of chunks.py as one Triton kernel: logits -> kd, ce, and the gradient of the logits, written in place.
 
-Plain PyTorch passes over the logits about twenty times. Here each row is read twice, and written once. What the
-first pass sums up, with maxima m of the student and n of the teacher, τ the temperature:
+Plain PyTorch reads the logits about twenty times; this kernel reads each row twice and writes it once. The first pass
+accumulates, with maxima m of the student and n of the teacher, and temperature τ:
 
     z = Σ e^{x−m}      z_τ = Σ e^{(x−m)/τ}      w = Σ e^{(y−n)/τ}      d = Σ e^{(y−n)/τ} (y − x)/τ   (soft: −x/τ)
     log-sum-exps: S = m + log z,  S_τ = m/τ + log z_τ,  T_τ = n/τ + log w
@@ -9,8 +9,9 @@ first pass sums up, with maxima m of the student and n of the teacher, τ the te
 
 and the second pass writes  kd_weight · τ (e^{x/τ − S_τ} − e^{y/τ − T_τ}) + ce_weight (e^{x − S} − [v = label]).
 
-Maxima and sums run apart in every lane of a block, so that the threads meet once a row and not once a block. Of the
-old sum and the new term of a lane one is at the new maximum already, so that both share the exponential e^{−|x − m|}.
+Every lane of a block keeps its own maximum and sums, so that there is one cross-thread reduction per row instead of one
+per block. In a lane, either the old sum or the new term is already relative to the new maximum, so that one exponential
+e^{−|x − m|} is enough for both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import Terms
+from .terms import Terms
 
 BLOCK, WARPS = 1024, 8  # measured on an H200
 
@@ -36,18 +37,18 @@ def load_logits(row, columns, inside, softcap, CAP: tl.constexpr):
 
 @triton.jit
 def grow(total, x, top, power, term):
-    """A lane's sum after one more term, by its maximum before (top) and the power e^{−|x − top|} that both share."""
+    """Adds a term to a lane's sum. `top`: its maximum so far; `power` = e^{−|x − top|} rescales the smaller part."""
     return tl.where(x > top, total * power + term, total + power * term)
 
 
 @triton.jit
-def rows_kernel(
+def row_loss_kernel(
     student_CV, teacher_CV, labels_C, kd_C, ce_C, vocabulary, stride, teacher_stride,
     kd_weight, ce_weight, temperature, softcap, teacher_softcap,
     TEACHER: tl.constexpr, HOT: tl.constexpr, KL: tl.constexpr, CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row. HOT: the temperature is not 1. fp32 sums."""
+    """One CTA per row. HOT: the temperature is not 1. fp32 sums."""
     row = tl.program_id(0).to(tl.int64)
     student = student_CV + row * stride
     teacher = teacher_CV + row * teacher_stride
@@ -55,7 +56,7 @@ def rows_kernel(
     at_label = load_logits(student, label, True, softcap, CAP)
     cold = 1.0 / temperature
 
-    # Finite, so that lanes that see nothing make no NaN; what they sum is dropped at the end.
+    # Finite, so that lanes beyond the vocabulary do not produce NaN; their sums are rescaled to 0 at the end.
     LOWEST: tl.constexpr = -1e30
     m, n = tl.full([BLOCK], LOWEST, tl.float32), tl.full([BLOCK], LOWEST, tl.float32)
     z, hot_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -110,7 +111,7 @@ def rows_kernel(
             tl.store(student + columns, grad.to(student_CV.dtype.element_ty), mask=inside)
 
 
-def fused_rows(
+def fused_row_loss(
     student_CV: Tensor,
     teacher_CV: Tensor | None,
     labels_C: Tensor,
@@ -121,14 +122,14 @@ def fused_rows(
     ce_C: Tensor,
     grad: bool,
 ) -> None:
-    """`plain_rows` on a GPU."""
+    """`row_loss` as one Triton kernel."""
     rows, vocabulary = student_CV.shape
     teacher = student_CV if teacher_CV is None else teacher_CV
     assert student_CV.stride(1) == teacher.stride(1) == 1
     if not rows:
         return
-    with torch.cuda.device_of(student_CV):  # does nothing for tensors on the CPU
-        rows_kernel[(rows,)](
+    with torch.cuda.device_of(student_CV):  # no effect for CPU tensors
+        row_loss_kernel[(rows,)](
             student_CV, teacher, labels_C, kd_C, ce_C, vocabulary, student_CV.stride(0), teacher.stride(0),
             float(terms.kd_weight), float(terms.ce_weight), float(terms.temperature), softcap or 1.0,
             teacher_softcap or 1.0, TEACHER=teacher_CV is not None, HOT=terms.temperature != 1.0,

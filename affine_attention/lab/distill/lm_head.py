@@ -1,9 +1,10 @@
-"""Runs a transformers model up to its head: inputs -> the hidden states that the head would get, and the head.
+"""Runs a transformers model up to its LM head: inputs -> the input of the head, and the head itself.
 
-The model's own forward runs, through whatever wraps it (DDP, FSDP2, autocast, compiled regions), with one change: for
-the time of the call its head hands on its input. Their hooks therefore see a forward whose output carries the gradient.
-A factor that a family puts on its logits (cohere, granite, ..) lands on the hidden states, which is the same. A soft
-cap (gemma 2, nanochat, ..) is taken out and left to the loss. Anything else is refused by name.
+The model's own forward runs, including all wrappers (DDP, FSDP2, autocast, compiled regions), with one change: during
+the call, the head returns its input. The hooks of the wrappers therefore see an output that carries the gradient. A
+factor that a model family applies to its logits (cohere, granite, ..) is applied to the hidden states instead, which is
+equivalent. A soft cap (gemma 2, nanochat, ..) is disabled here and applied in the loss. A model that does anything else
+with its logits raises ValueError.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from .chunks import Head
 
 SOFTCAP = "final_logit_softcapping"
-TEACHER_HIDDEN = "teacher_hidden"  # of a batch: what a teacher that was run before gave to its head
-NOT_GIVEN = ("labels", "num_items_in_batch", TEACHER_HIDDEN)  # of a batch, to a model
-TOLERANCE = 0.02  # of a head's input that is scaled in bf16
+TEACHER_HIDDEN = "teacher_hidden"  # key of a batch: cached hidden states of the teacher (teacher_cache.py)
+NOT_MODEL_INPUTS = ("labels", "num_items_in_batch", TEACHER_HIDDEN)  # keys of a batch that no model takes
+TOLERANCE = 0.02  # relative; the hidden states may be scaled in bf16
 
 
 @dataclass(frozen=True)
-class Headless:
-    """What a model gives to its head, and in which dtype the head would have multiplied it."""
+class HeadInput:
+    """The input of an LM head, the head, and the dtype in which the model would have computed the logits."""
 
     hidden_BTM: Tensor
     head: Head
@@ -35,31 +36,31 @@ class Headless:
 
 
 @dataclass
-class _Kept:
+class _Recorded:
     hidden: list[Tensor] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
 
 
-def run_headless(model: Any, inputs: Mapping[str, Any], checked: weakref.WeakSet[nn.Module]) -> Headless:
-    """Runs `model` on `inputs` (without labels) up to its head. `checked` holds the models that were seen to fit."""
+def run_to_head(model: Any, inputs: Mapping[str, Any], checked: weakref.WeakSet[nn.Module]) -> HeadInput:
+    """Runs `model` on `inputs` (without labels) up to its head. `checked` holds the models that passed the check."""
     inner = unwrapped(model)
     linear = _head_of(inner)
-    given = {name: x for name, x in inputs.items() if name not in NOT_GIVEN}
-    with _head_hands_on(inner, linear, keep=inner not in checked) as kept:
+    given = {name: x for name, x in inputs.items() if name not in NOT_MODEL_INPUTS}
+    with _head_returns_input(inner, linear, keep=inner not in checked) as kept:
         hidden = model(**given, use_cache=False).logits
     if len(kept.dtypes) != 1:
         raise _refusal(inner, f"its head ran {len(kept.dtypes)} times in a forward, not once")
     if inner not in checked:
         _check_is_linear(inner, hidden, kept.hidden[0])
         checked.add(inner)
-    return Headless(hidden, head_of(inner), kept.dtypes[0])
+    return HeadInput(hidden, head_of(inner), kept.dtypes[0])
 
 
 def head_of(model: Any) -> Head:
-    """What makes a model's logits of the hidden states that `run_headless` gives."""
+    """The LM head of a model, for the hidden states that `run_to_head` returns."""
     inner = unwrapped(model)
     linear = _head_of(inner)
-    return Head(whole(linear.weight), whole(linear.bias), getattr(_text_config(inner), SOFTCAP, None))
+    return Head(gathered(linear.weight), gathered(linear.bias), getattr(_text_config(inner), SOFTCAP, None))
 
 
 def unwrapped(model: Any) -> Any:
@@ -74,8 +75,8 @@ def unwrapped(model: Any) -> Any:
             return model
 
 
-def whole(weight: Any) -> Any:
-    """A weight that FSDP2 has sharded, gathered; its gradient is averaged over the ranks, as FSDP2 does."""
+def gathered(weight: Any) -> Any:
+    """The full weight of an FSDP2 shard; its gradient is averaged over the ranks, as FSDP2 does."""
     if not torch.distributed.is_available():
         return weight
     from torch.distributed.tensor import DTensor, Partial
@@ -85,7 +86,8 @@ def whole(weight: Any) -> Any:
     mesh = weight.device_mesh
     if "tp" in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"the head is split by tensor parallelism (mesh {mesh.mesh_dim_names}); leave the head out of it"
+            f"the head is split by tensor parallelism (mesh {mesh.mesh_dim_names}); exclude the head from the "
+            "tensor-parallel plan"
         )
     full = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if full.requires_grad:
@@ -95,9 +97,9 @@ def whole(weight: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _head_hands_on(inner: Any, linear: Any, keep: bool) -> Iterator[_Kept]:
-    """For the time of the context the head returns its input, and no soft cap follows it."""
-    kept = _Kept()
+def _head_returns_input(inner: Any, linear: Any, keep: bool) -> Iterator[_Recorded]:
+    """Inside the context, the head returns its input and no soft cap is applied."""
+    kept = _Recorded()
 
     def forward(hidden: Tensor) -> Tensor:
         kind = hidden.device.type
@@ -105,7 +107,7 @@ def _head_hands_on(inner: Any, linear: Any, keep: bool) -> Iterator[_Kept]:
         kept.dtypes.append(dtype)
         if keep:
             kept.hidden.append(hidden.detach())
-        return hidden.to(dtype, copy=True)  # FSDP2 warns of an output that is a view, which a slice of all tokens is
+        return hidden.to(dtype, copy=True)  # a copy: FSDP2 warns about outputs that are views
 
     config = _text_config(inner)
     softcap = getattr(config, SOFTCAP, None)
@@ -132,14 +134,14 @@ def _head_of(inner: Any) -> Any:
 
 
 def _check_is_linear(inner: Any, after: Tensor, before: Tensor) -> None:
-    """What comes out must be what the head was given, up to a factor; looked at once for each model."""
+    """The output must equal the head's input up to a constant factor; checked once per model."""
     with torch.no_grad():
         if after.shape == before.shape:
             a, b = after.detach().double(), before.double()
             factor = (a * b).sum() / (b * b).sum()
             if not bool((a - factor * b).abs().max() > TOLERANCE * a.abs().max()):
                 return
-    raise _refusal(inner, "it changes its logits after the head by more than a factor or a final_logit_softcapping")
+    raise _refusal(inner, "it changes the logits by more than a constant factor or a final_logit_softcapping")
 
 
 def _text_config(inner: Any) -> Any:

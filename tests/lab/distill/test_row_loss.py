@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from affine_attention.lab.distill.chunks import Head, Terms, chunked_loss
-from affine_attention.lab.distill.rows import ROOM, plain_rows
+from affine_attention.lab.distill.chunks import Head, chunked_loss
+from affine_attention.lab.distill.row_loss import SCRATCH_COPIES, row_loss
+from affine_attention.lab.distill.terms import Terms
 
 ROWS, VOCABULARY = 6, 3001
 LOGITS = {  # name: (student's spread and offset, teacher's spread and offset)
@@ -51,10 +52,10 @@ def plain(student, teacher, labels, terms, cap, teacher_cap):
     return kd.detach(), ce.detach(), grad
 
 
-def ours(student, teacher, labels, terms, cap, teacher_cap, room=None):
+def ours(student, teacher, labels, terms, cap, teacher_cap, scratch=None):
     student, teacher = student.clone(), teacher.clone()
     kd, ce = torch.empty(2, ROWS)
-    plain_rows(student, teacher, labels, terms, cap, teacher_cap, kd, ce, True, room)
+    row_loss(student, teacher, labels, terms, cap, teacher_cap, kd, ce, True, scratch)
     return kd, ce, student
 
 
@@ -65,7 +66,7 @@ def test_no_less_accurate_than_plain_pytorch(name, terms, caps):
     student, teacher, labels = make(name)
     exact = plain(student.double(), teacher.double(), labels, terms, *caps)
     found, yardstick = (function(student, teacher, labels, terms, *caps) for function in (ours, plain))
-    # Beside the usual logarithms, not beside a kd that is nearly 0: there a rounding of 1e-7 is large.
+    # Relative to typical values, not to a kd near 0, where a rounding error of 1e-7 is large.
     sizes = (terms.temperature**2 * 10, 10, exact[2].norm().item())
     for what, a, b, truth, size in zip(("kd", "ce", "gradient"), found, yardstick, exact, sizes, strict=True):
         error, allowed = (a - truth).norm(), 2 * (b - truth).norm() + 5e-7 * size
@@ -75,11 +76,11 @@ def test_no_less_accurate_than_plain_pytorch(name, terms, caps):
 @pytest.mark.parametrize("terms", [*TERMS, Terms(0, 1)], ids=str)
 @pytest.mark.parametrize("caps", [(None, None), (30.0, 20.0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_in_the_room_does_not_matter(dtype, terms, caps):
+def test_uninitialised_scratch_memory_does_not_matter(dtype, terms, caps):
     student, teacher, labels = make("usual")
     given = (student.to(dtype), teacher.to(dtype), labels, terms, *caps)
-    room = torch.full((ROOM, ROWS + 2, VOCABULARY), torch.nan)
-    for a, b in zip(ours(*given), ours(*given, room=room), strict=True):
+    scratch = torch.full((SCRATCH_COPIES, ROWS + 2, VOCABULARY), torch.nan)
+    for a, b in zip(ours(*given), ours(*given, scratch=scratch), strict=True):
         assert a.isfinite().all()
         assert torch.equal(a, b)
 
@@ -87,7 +88,7 @@ def test_what_lies_in_the_room_does_not_matter(dtype, terms, caps):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_the_parts_of_a_chunk_fit_together(tokens, with_bias):
-    """fp32, and odd chunks whose teacher goes by halves."""
+    """fp32, with odd chunks whose teacher logits are computed in halves."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -24,12 +24,11 @@ from ..data import collate
 from ..inspection.capture import Probe
 from ..recipe import Recipe
 from ..run import RunFolder, plain_numbers
-from .arguments import make_loss
 from .checkpoints import CheckpointError, Checkpoints
 from .contents import check_schedule
-from .guard import NotFiniteError, StopSignals, find_not_finite
-from .places import KeptPlaces
+from .nonfinite import NotFiniteError, find_not_finite
 from .progress import Progress
+from .signals import StopSignals
 from .state import (
     Gathering,
     load_optimizer_state,
@@ -41,8 +40,10 @@ from .state import (
     weights,
 )
 from .steplog import StepLog
+from .stream_position import ResumableStream
 from .tensorfile import read_tensors
 from .timing import Stopwatch
+from .trainer_arguments import make_loss
 
 PROBED = 2  # held-out sequences that are looked at
 EVALUATED = 256  # held-out sequences of an evaluation, at most
@@ -66,7 +67,7 @@ class DistillTrainer(Trainer):
         recipe: the settings of the run.
         run: where its log and checkpoints go.
         student: the model to train.
-        arguments: made by `arguments.training_arguments`.
+        arguments: made by `trainer_arguments.training_arguments`.
         train_dataset: sequences in their final order.
         heldout: sequences that are never trained on, or None.
         teacher: on the student's device, in evaluation mode; None for plain cross-entropy.
@@ -312,12 +313,13 @@ class DistillTrainer(Trainer):
         optimizer_tensors, optimizer_groups = optimizer_state(self.model, self.optimizer)
         model_tensors = weights(self.model)
         gathering = Gathering([*model_tensors.values(), *optimizer_tensors.values()])
+        stream = self.train_dataset
         training = {
             "optimizer": optimizer_groups,
             "scheduler": self.lr_scheduler.state_dict(),
             "seconds": self.watch.seconds,
             "random": of_all_ranks(random_state()),
-            "stream": self.train_dataset.place(step) if isinstance(self.train_dataset, KeptPlaces) else None,
+            "stream": stream.position_after(step) if isinstance(stream, ResumableStream) else None,
         }
         error: Exception | None = None
         if self.is_world_process_zero():
@@ -358,9 +360,11 @@ class DistillTrainer(Trainer):
 
     def go_on_from(self, checkpoint: Path) -> None:
         """Trains from a checkpoint to the end. A stream goes to its place; other data is skipped by counting."""
-        if isinstance(self.train_dataset, KeptPlaces):
+        if isinstance(self.train_dataset, ResumableStream):
             training = read_json(checkpoint / "training.json")
-            self.train_dataset.go_to(read_json(checkpoint / "trainer_state.json")["global_step"], training["stream"])
+            self.train_dataset.resume_after(
+                read_json(checkpoint / "trainer_state.json")["global_step"], training["stream"]
+            )
             self.args.ignore_data_skip = True
             self._random_of = str(checkpoint)
         self.train(resume_from_checkpoint=str(checkpoint))

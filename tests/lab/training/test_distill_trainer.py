@@ -8,11 +8,11 @@ from transformers import TrainerCallback
 
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.arguments import training_arguments
 from affine_attention.lab.training.checkpoints import Checkpoints
-from affine_attention.lab.training.guard import NotFiniteError
+from affine_attention.lab.training.distill_trainer import DistillTrainer
+from affine_attention.lab.training.nonfinite import NotFiniteError
 from affine_attention.lab.training.student import build_student
-from affine_attention.lab.training.trainer import DistillTrainer
+from affine_attention.lab.training.trainer_arguments import training_arguments
 
 from .runs import STUDENT
 

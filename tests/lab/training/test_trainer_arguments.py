@@ -7,7 +7,7 @@ import torch
 
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.arguments import make_loss, training_arguments
+from affine_attention.lab.training.trainer_arguments import make_loss, training_arguments
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The Triton rows are the plain rows: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+"""The Triton kernel equals the PyTorch version: in Triton's interpreter on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import pytest
 import torch
 
-from affine_attention.lab.distill.chunks import Head, Terms, chunked_loss, plain_rows
+from affine_attention.lab.distill.chunks import Head, chunked_loss, row_loss
+from affine_attention.lab.distill.terms import Terms
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from affine_attention.lab.distill.kernel import fused_rows, rows_kernel  # noqa: E402
+from affine_attention.lab.distill.row_loss_kernel import fused_row_loss, row_loss_kernel  # noqa: E402
 
 from ...interpreter import run_in_the_interpreter  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])  # the interpreter's bf16 is garbage
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])  # not in the interpreter
 needs_triton = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="runs on a GPU, and in the interpreter's own process"
 )
@@ -51,22 +52,22 @@ def rows_of(function, dtype, terms, vocabulary, caps, grad=True, tokens=5):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "caps"), [(5000, (None, None)), (33, (3.0, 2.0)), (4096, (None, 5.0))])
-def test_the_kernel_is_the_plain_rows(dtype, terms, vocabulary, caps):
-    found, expected = (rows_of(f, dtype, terms, vocabulary, caps) for f in (fused_rows, plain_rows))
+def test_the_kernel_equals_the_pytorch_version(dtype, terms, vocabulary, caps):
+    found, expected = (rows_of(f, dtype, terms, vocabulary, caps) for f in (fused_row_loss, row_loss))
     for name in ("kd", "ce"):
         torch.testing.assert_close(found[name], expected[name], rtol=2e-5, atol=2e-5, msg=name)
-    room = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    rtol = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(
-        found["grad"], expected["grad"], rtol=room, atol=2e-7 if dtype != torch.float32 else 1e-6
+        found["grad"], expected["grad"], rtol=rtol, atol=2e-7 if dtype != torch.float32 else 1e-6
     )
 
 
 @needs_triton
 def test_without_gradients_the_logits_stay():
-    found = rows_of(fused_rows, torch.float32, TERMS[1], 100, (None, None), grad=False)
+    found = rows_of(fused_row_loss, torch.float32, TERMS[1], 100, (None, None), grad=False)
     before = rows_of(lambda *_: None, torch.float32, TERMS[1], 100, (None, None))
     assert torch.equal(found["grad"], before["grad"])
-    torch.testing.assert_close(found["kd"], rows_of(plain_rows, torch.float32, TERMS[1], 100, (None, None))["kd"])
+    torch.testing.assert_close(found["kd"], rows_of(row_loss, torch.float32, TERMS[1], 100, (None, None))["kd"])
 
 
 @needs_gpu
@@ -101,9 +102,9 @@ def test_the_kernel_compiles(capability):
     pointers = {"student_CV": "*bf16", "teacher_CV": "*bf16", "labels_C": "*i64", "kd_C": "*fp32", "ce_C": "*fp32"}
     whole = ("vocabulary", "stride", "teacher_stride")
     kinds = pointers | dict.fromkeys(whole, "i32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: kinds.get(name, "fp32") for name in rows_kernel.arg_names}
-    values = {(i,): constants[name] for i, name in enumerate(rows_kernel.arg_names) if name in constants}
-    source = ASTSource(rows_kernel, signature, constexprs=values)
+    signature = {name: kinds.get(name, "fp32") for name in row_loss_kernel.arg_names}
+    values = {(i,): constants[name] for i, name in enumerate(row_loss_kernel.arg_names) if name in constants}
+    source = ASTSource(row_loss_kernel, signature, constexprs=values)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     assert "cubin" in compiled.asm
 

@@ -10,7 +10,7 @@ from affine_attention import attention_weights
 from affine_attention.lab.inspection.capture import AttentionCall
 from affine_attention.lab.inspection.inspect import summarise
 from affine_attention.lab.inspection.tally import LayerTally
-from affine_attention.lab.report import inside
+from affine_attention.lab.report import attention_measures as measured
 from affine_attention.lab.report.collect import Run
 from affine_attention.lab.run import RunFolder
 from affine_attention.nn import Mechanism
@@ -44,30 +44,35 @@ def inspected(mechanism, seed=0):
 @pytest.mark.parametrize("name", ["softmax", "sink", "affine_no_bias", "affine"])
 def test_the_first_token_of_the_softmax_part_is_what_the_weights_say(name):
     run, direct = inspected(Mechanism.named(name, bias_length=N))
-    assert inside.first_token_of_softmax(run) == pytest.approx(direct, rel=1e-6)
+    assert measured.first_token_of_softmax(run) == pytest.approx(direct, rel=1e-6)
     if name == "affine":
-        assert inside.first_token(run) != pytest.approx(direct, rel=0.05)
+        assert measured.first_token(run) != pytest.approx(direct, rel=0.05)
 
 
 def test_what_the_means_do_not_hold_is_not_guessed():
     run, _ = inspected(Mechanism.named("affine", bias_length=N))
     for changes in ({"bias_length": "visible"}, {"bias_length": LENGTH - 1}, {"sink": "learned"}):
         other = Run(run.folder, {}, inspection={**run.inspection, "mechanism": run.inspection["mechanism"] | changes})
-        assert math.isnan(inside.first_token_of_softmax(other))
+        assert math.isnan(measured.first_token_of_softmax(other))
     held = {**run.inspection["first_token"], "softmax": [[0.25] * HEADS] * LAYERS}
     other = Run(run.folder, {}, inspection={**run.inspection, "first_token": held})
-    assert inside.first_token_of_softmax(other) == 0.25, "an inspection that measured it has the word"
+    assert measured.first_token_of_softmax(other) == 0.25, "a stored softmax share is used as it is"
 
 
 def test_the_entropy_splits_into_what_was_learned_and_what_beta_adds():
     run, _ = inspected(Mechanism.named("affine", bias_length=N))
     whole, learned, added = (
-        read(run) for read in (inside.entropy_of_weights, inside.entropy_of_softmax, inside.entropy_of_bias)
+        read(run)
+        for read in (
+            measured.entropy_of_weights,
+            measured.entropy_of_softmax,
+            measured.entropy_of_bias,
+        )
     )
     assert whole == pytest.approx(learned + added)
     assert abs(added) > 0.01
     plain, _ = inspected(Mechanism.named("softmax"))
-    assert inside.entropy_of_bias(plain) == pytest.approx(0, abs=1e-6)
+    assert measured.entropy_of_bias(plain) == pytest.approx(0, abs=1e-6)
 
 
 def test_spreads_are_those_over_the_heads_of_a_layer():
@@ -76,20 +81,20 @@ def test_spreads_are_those_over_the_heads_of_a_layer():
         "total_weight": {"mean": total}, "entropy": {"softmax": [[1.0, 3.0], [2.0, None]]},
         "row_sum": {"over_heads": {"std": [0.1, 0.3]}},
     })  # fmt: skip
-    assert inside.total_weight_spread(run) == pytest.approx(0.05)
-    assert inside.scaled_weight_spread(run) == pytest.approx(0.05 / 0.3)
-    assert inside.entropy_spread(run) == pytest.approx(1.0), "a layer with one known head has no spread"
-    assert inside.row_sum_spread(run) == pytest.approx(0.2)
+    assert measured.total_weight_spread(run) == pytest.approx(0.05)
+    assert measured.scaled_weight_spread(run) == pytest.approx(0.05 / 0.3)
+    assert measured.entropy_spread(run) == pytest.approx(1.0), "a layer with one known head has no spread"
+    assert measured.row_sum_spread(run) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("inspection", [{}, {"mechanism": {}, "first_token": {"mean": [[0.1]]}}, {"row_sum": None}])
 def test_holes_are_nan(inspection):
     run = Run(RunFolder("nowhere"), {}, inspection=inspection)
-    for read in (inside.first_token_of_softmax, inside.entropy_of_bias, inside.total_weight_spread,
-                 inside.scaled_weight_spread, inside.entropy_spread, inside.row_sum_spread):  # fmt: skip
+    for read in (measured.first_token_of_softmax, measured.entropy_of_bias, measured.total_weight_spread,
+                 measured.scaled_weight_spread, measured.entropy_spread, measured.row_sum_spread):  # fmt: skip
         assert math.isnan(read(run))
 
 
 def test_equal_heads_have_nothing_to_scale():
     run = Run(RunFolder("nowhere"), {}, inspection={"total_weight": {"mean": [[1.0, 1.0], [1.0, 1.0 + 1e-8]]}})
-    assert math.isnan(inside.scaled_weight_spread(run))
+    assert math.isnan(measured.scaled_weight_spread(run))

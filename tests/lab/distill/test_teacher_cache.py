@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from affine_attention.lab.data import collate, prepare
-from affine_attention.lab.distill.heads import TEACHER_HIDDEN, run_headless
+from affine_attention.lab.distill.lm_head import TEACHER_HIDDEN, run_to_head
 from affine_attention.lab.distill.loss import DistillLoss
-from affine_attention.lab.distill.remembered import FILE, remember
+from affine_attention.lab.distill.teacher_cache import FILE, cache_teacher_states
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.train import load_corpus, train
 from tests.hf.models import make_model
@@ -51,11 +51,11 @@ def test_a_student_learns_the_same(place):
 
 
 def test_the_teacher_runs_once_for_all_students(place, monkeypatch):
-    from affine_attention.lab.distill import remembered
+    from affine_attention.lab.distill import teacher_cache
 
     passes = []
-    write = remembered._write_states
-    monkeypatch.setattr(remembered, "_write_states", lambda *given: passes.append(write(*given)))
+    write = teacher_cache._write_states
+    monkeypatch.setattr(teacher_cache, "_write_states", lambda *given: passes.append(write(*given)))
     student_of(place, "first", cache="cache2", remember_teacher=True)
     student_of(place, "second", cache="cache2", remember_teacher=True, mechanism="softmax")
     student_of(place, "third", cache="cache2", remember_teacher=True, data_seed=1, seed=1)
@@ -77,12 +77,12 @@ def test_each_sequence_comes_with_its_own_states(place):
     corpus = load_corpus(recipe(place), place / "cache")
     sequences = corpus.train_dataset(11, seed=3)
     sequences.ids = sequences.ids % teacher.config.vocab_size
-    remembered = remember(teacher, sequences, "text", dtype=torch.float32, batch=4, cache=place / "states")
+    remembered = cache_teacher_states(teacher, sequences, "text", dtype=torch.float32, batch=4, cache=place / "states")
     assert len(remembered) == 11
     for item in (0, 5, 10):
         example = remembered[item]
         assert torch.equal(example["input_ids"], sequences[item]["input_ids"])
-        alone = run_headless(teacher, collate([sequences[item]]), set()).hidden_BTM[0]
+        alone = run_to_head(teacher, collate([sequences[item]]), set()).hidden_BTM[0]
         torch.testing.assert_close(example[TEACHER_HIDDEN], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -90,11 +90,11 @@ def test_bfloat16_survives_the_disk(place):
     teacher = make_model("llama", "softmax").requires_grad_(False).eval().bfloat16()
     sequences = load_corpus(recipe(place), place / "cache").train_dataset(8, seed=0)
     sequences.ids = sequences.ids % teacher.config.vocab_size
-    remembered = remember(teacher, sequences, "text", dtype=torch.bfloat16, batch=8, cache=place / "half")
+    remembered = cache_teacher_states(teacher, sequences, "text", dtype=torch.bfloat16, batch=8, cache=place / "half")
     example = remembered[3]
     assert example[TEACHER_HIDDEN].dtype == torch.bfloat16
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        alone = run_headless(teacher, collate([sequences[3]]), set()).hidden_BTM[0]
+        alone = run_to_head(teacher, collate([sequences[3]]), set()).hidden_BTM[0]
     torch.testing.assert_close(example[TEACHER_HIDDEN], alone, rtol=2e-2, atol=2e-2)
     student = make_model("llama", "affine")
     inputs = collate([sequences[item] for item in range(4)])
@@ -111,7 +111,7 @@ def test_another_teacher_or_text_is_another_file(place):
     folder = place / "several"
 
     def files():
-        remember(teacher, sequences, text, dtype=torch.float32, batch=8, cache=folder)
+        cache_teacher_states(teacher, sequences, text, dtype=torch.float32, batch=8, cache=folder)
         return len(list(folder.glob(f"*/{FILE}")))
 
     text = "one"
@@ -124,10 +124,10 @@ def test_another_teacher_or_text_is_another_file(place):
 
 
 def test_no_room_is_said_before_the_pass(place, monkeypatch):
-    from affine_attention.lab.distill import remembered
+    from affine_attention.lab.distill import teacher_cache
 
     usage = shutil.disk_usage(place)
-    monkeypatch.setattr(remembered.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match=r"remember_teacher=true needs 0\.0 GiB for .* sequences"):
         student_of(place, "no-room", cache="cache3", remember_teacher=True)
 
@@ -144,5 +144,5 @@ def test_a_packing_without_boundaries_is_remembered_too(place):
     teacher = make_model("llama", "softmax").requires_grad_(False).eval()
     sequences = corpus.train_dataset(4)
     sequences.ids = sequences.ids % teacher.config.vocab_size
-    example = remember(teacher, sequences, "plain", dtype=torch.float32, batch=3, cache=place / "plain")[2]
+    example = cache_teacher_states(teacher, sequences, "plain", dtype=torch.float32, batch=3, cache=place / "plain")[2]
     assert example.keys() == {"input_ids", "labels", TEACHER_HIDDEN}

@@ -1,4 +1,4 @@
-"""A stream goes on after any step, however far its loader has read ahead."""
+"""A stream resumes after any step, however far its loader has prefetched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from affine_attention.lab.training.places import KeptPlaces
+from affine_attention.lab.training.stream_position import ResumableStream
 
 
 class Counting(torch.utils.data.IterableDataset):
@@ -31,22 +31,22 @@ class Counting(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_place_of_a_step_is_not_that_of_the_loader(ahead):
-    text = KeptPlaces(Counting(40), global_batch=4)
+def test_the_position_of_a_step_is_not_that_of_the_loader(ahead):
+    text = ResumableStream(Counting(40), global_batch=4)
     batches = iter(DataLoader(text, batch_size=2))
     for _ in range(2 * 3 + ahead):  # three steps of two micro-batches
         next(batches)
-    place = json.loads(json.dumps(text.place(3)))
-    other = KeptPlaces(Counting(40), global_batch=4)
-    other.go_to(3, place)
+    position = json.loads(json.dumps(text.position_after(3)))
+    other = ResumableStream(Counting(40), global_batch=4)
+    other.resume_after(3, position)
     assert torch.cat(list(DataLoader(other, batch_size=2))).tolist() == list(range(12, 40))
-    assert other.stream.read == 28, "nothing is read again"
-    assert other.place(10) == {"next": 40}
+    assert other.stream.read == 28, "no item is read twice"
+    assert other.position_after(10) == {"next": 40}
 
 
-def test_only_a_few_places_are_kept():
-    text = KeptPlaces(Counting(400), global_batch=4)
+def test_only_a_few_positions_are_kept():
+    text = ResumableStream(Counting(400), global_batch=4)
     assert len(list(text)) == 400
-    assert text.place(100) == {"next": 400}
-    assert text.place(97) is not None
-    assert text.place(96) is None
+    assert text.position_after(100) == {"next": 400}
+    assert text.position_after(97) is not None
+    assert text.position_after(96) is None
