@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import os
 import re
 import secrets
@@ -145,6 +146,28 @@ def write_text(path: Path, text: str) -> None:
     """Writes beside and renames: a reader sees the old file or the new one."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes strict JSON: numbers that JSON lacks become null."""
+    write_text(path, json.dumps(plain_numbers(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain_numbers(value: Any) -> Any:
+    """The value for strict JSON: NaN and infinities become None, tensors become lists, paths become text."""
+    if isinstance(value, dict):
+        return {str(key): plain_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_numbers(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):  # a byte-level tokenizer can produce a lone surrogate, which is not valid UTF-8
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return plain_numbers(value.tolist())
+    return value
 
 
 def open_for_appending(path: Path) -> BinaryIO:

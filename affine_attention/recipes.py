@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from .lab.recipe import Recipe
+from .messages import did_you_mean
 from .nn import Mechanism
 from .nn.mechanism import as_mechanism
 
@@ -129,9 +129,7 @@ def recipe(name: str, mechanism: Mechanism | str = "affine", settings: Mapping[s
     N of Eq. 8 is the training length unless it is set: changing `sequence_length` changes `mechanism.bias_length` too.
     """
     if name not in RECIPES:
-        near = get_close_matches(str(name), RECIPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}{hint}")
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}{did_you_mean(name, RECIPES)}")
     changed = RECIPES[name](mechanism).with_settings(settings or {})
     asked = isinstance(mechanism, Mechanism) or {"mechanism.bias_length", "mechanism"} & set(settings or {})
     return changed if asked else with_training_length(changed)

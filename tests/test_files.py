@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import lzma
+import math
 import os
 
 import pytest
+import torch
 
 from affine_attention.files import (
     open_for_appending,
@@ -14,6 +17,7 @@ from affine_attention.files import (
     read_lines,
     read_table,
     replacing,
+    write_json,
     write_text,
 )
 
@@ -95,3 +99,31 @@ def test_lines_are_not_added_to_what_a_link_leads_to(tmp_path):
     with pytest.raises(ValueError, match="got a link"):
         open_for_appending(tmp_path / "events.jsonl")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_json_is_strict_and_written_whole(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    write_json(path, {"a": math.nan, "b": [math.inf, 1.5], "c": torch.tensor([1.0, 2.0]), "d": tmp_path})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": [1.0, 2.0],
+        "d": str(tmp_path),
+    }
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    write_json(path.with_name("text.json"), {"token": "\ud83d \x00 </script>"})
+    assert read_json(path.with_name("text.json")) == {"token": "? \x00 </script>"}
+    path.with_name("text.json").unlink()
+    assert read_json(path)["b"] == [None, 1.5], "the old file stays when the new one cannot be written"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+def test_a_line_that_was_cut_off_is_not_a_step(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError) as error:
+        list(read_lines(path))
+    assert "line 2" in str(error.value)

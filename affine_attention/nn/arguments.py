@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.validation import DTYPES, MAX_HEAD_DIM, SEGMENT_DTYPES, check_layout, shown
+from ..messages import shown
+from ..ops.validation import DTYPES, MAX_HEAD_DIM, SEGMENT_DTYPES, check_layout
 
 MAX_SIZE = 2**24  # of a width or a number of heads: far above any model, and below what no machine can allocate
 THETA_RANGE = (1.0, 1e30)  # all frequencies and angles stay finite in fp32

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..messages import check_flag, did_you_mean, shown
 from .visibility import Visibility
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -96,12 +96,6 @@ def check_visibility(
     )
 
 
-def check_flag(name: str, value: Any) -> None:
-    """True or False, and nothing that merely counts as one of them."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-
-
 def check_window(window: Any) -> None:
     """None, or any integer from 1 on."""
     if window is None:
@@ -115,8 +109,7 @@ def check_window(window: Any) -> None:
 def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
     """One of the known names."""
     if not isinstance(value, str) or value not in known:
-        near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, known)
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}{hint}")
 
 
@@ -217,19 +210,6 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
 
 def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def shown(value: Any) -> str:
-    """A value for an error text, in 80 characters at most."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}" if not value.is_nested else "a nested tensor"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print thousands of digits
-    try:
-        text = repr(value)
-    except Exception:  # an object whose repr raises, or a list of such integers
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_lengths(lengths: Any, query: Tensor) -> None:

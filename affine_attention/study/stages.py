@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import read_table
+from ..files import read_table, write_json
 from ..lab.recipe import Recipe
-from ..lab.run import RunFolder, write_json
+from ..lab.run import RunFolder
 from .live import LiveTable
 from .plan import Job, Plan
 from .workers import run_in_parallel

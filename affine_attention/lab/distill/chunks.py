@@ -41,6 +41,11 @@ class LossParts(NamedTuple):
     ce_sum: Tensor
     tokens: int
 
+    def stacked(self) -> Tensor:
+        """[total, kd, ce], detached; kd is 0 without a teacher."""
+        kd_sum = torch.zeros_like(self.ce_sum) if self.kd_sum is None else self.kd_sum
+        return torch.stack([self.total_sum.detach(), kd_sum, self.ce_sum])
+
 
 @dataclass(frozen=True)
 class Head:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..inspection.gradients import LAST_STEP as EARLY
-from ..inspection.gradients import THRESHOLDS, gradient_statistics
+from ..gradient_norms import LAST_STEP as EARLY
+from ..gradient_norms import THRESHOLDS, gradient_statistics
 from . import paper_numbers
 from .collect import Run, number
 from .groups import Group

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...version import __version__
-from ..run import now
+from ..machine import now
 from .cells import Cell, Table
 from .text import embedded_json, escaped, short
 

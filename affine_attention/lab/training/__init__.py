@@ -1,4 +1,4 @@
-"""Turns a recipe into a run folder on Hugging Face's Trainer; nothing is lost when it stops."""
+"""Trains a recipe with Hugging Face's Trainer in a run folder; an interrupted run resumes from its last checkpoint."""
 
 from .nonfinite import NotFiniteError
 from .signals import Stopped

@@ -1,8 +1,8 @@
-"""Turns a student, a teacher and packed sequences into training steps: Hugging Face's Trainer with our loss and log.
+"""Hugging Face's Trainer with our loss, log and checkpoints.
 
-What is Trainer's: the loop, accumulation, mixed precision, checkpointed activations, DDP and FSDP2. What is ours: the
-loss (sums over tokens, so that micro-batches and ranks add up), one line of log for every step, a look at every number
-before the optimizer may use it, and checkpoints that are whole or not there.
+Trainer provides the loop, accumulation, mixed precision, activation checkpointing, DDP and FSDP2. This class adds the
+loss (sums over tokens, so that micro-batches and ranks add up), one log entry per step, a check that loss and gradients
+are finite before the optimizer runs, and atomic checkpoints.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from ...files import read_json
+from ...files import plain_numbers, read_json
 from ...hf import RunningAlphaCallback
 from ...nn import discard_running_alpha
 from ..data import collate
 from ..inspection.capture import Probe
 from ..recipe import Recipe
-from ..run import RunFolder, plain_numbers
+from ..run import RunFolder
 from .checkpoints import CheckpointError, Checkpoints
 from .contents import check_schedule
 from .nonfinite import NotFiniteError, find_not_finite
@@ -45,39 +45,39 @@ from .tensorfile import read_tensors
 from .timing import Stopwatch
 from .trainer_arguments import make_loss
 
-PROBED = 2  # held-out sequences that are looked at
-EVALUATED = 256  # held-out sequences of an evaluation, at most
+PROBED = 2  # held-out sequences per probe
+EVALUATED = 256  # maximum number of held-out sequences per evaluation
 
 
 class StepNumbers(NamedTuple):
-    """What a step brings to the host, in one transfer, before the optimizer is called."""
+    """The numbers of a step, copied to the host in one transfer before the optimizer runs."""
 
     loss: float
     kd_loss: float | None
     ce_loss: float
     grad_norm: float  # before clipping
-    stop: int  # the signal that a rank has received, or 0
+    stop: int  # sum over ranks of received signal numbers, 0 for none
     seconds: float
 
 
 class DistillTrainer(Trainer):
-    """Trains a student by a recipe, in a run folder.
+    """Trains the student of a recipe in a run folder.
 
     Args:
         recipe: the settings of the run.
-        run: where its log and checkpoints go.
+        run: the run folder, for log and events.
         student: the model to train.
-        arguments: made by `trainer_arguments.training_arguments`.
+        arguments: created by `trainer_arguments.training_arguments`.
         train_dataset: sequences in their final order.
-        heldout: sequences that are never trained on, or None.
+        heldout: held-out sequences, or None.
         teacher: on the student's device, in evaluation mode; None for plain cross-entropy.
-        tokenizer: its special tokens become the model's.
-        checkpoints: where and whose they are.
-        signals: noted stops; the run ends after the step in which one came.
-        progress: what a terminal shows.
-        utilisation: tokens a second -> the share of the devices' peak, or None where that is unknown.
-        on_step: called on rank 0 with each line of the log.
-        on_ready: called on rank 0 before the first step, when a checkpoint that is resumed from has been loaded.
+        tokenizer: its special tokens are copied to the model's configuration.
+        checkpoints: the checkpoints of the run.
+        signals: recorded stop signals; the run stops after the current step.
+        progress: the progress bar.
+        utilisation: tokens per second -> MFU, or None if the peak is unknown.
+        on_step: called on rank 0 with each entry of the log.
+        on_ready: called on rank 0 before the first step, after a checkpoint was loaded.
     """
 
     model: Any
@@ -111,8 +111,8 @@ class DistillTrainer(Trainer):
             callbacks=[RunningAlphaCallback()],
         )
         self.remove_callback(PrinterCallback)
-        # The loss is a sum over labels[:, 1:] that we divide by Trainer's count of just these, over all micro-batches
-        # and ranks. Without these two Trainer would divide once more by the number of micro-batches.
+        # The loss is a sum over labels[:, 1:], divided by Trainer's count of these labels over all micro-batches and
+        # ranks. Without these two attributes, Trainer would divide again by the number of micro-batches.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         self.recipe, self.run, self.teacher, self.heldout = recipe, run, teacher, heldout
@@ -124,7 +124,7 @@ class DistillTrainer(Trainer):
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)  # total, kd, ce of one step
         self._items: Tensor | int = 0
         self._numbers: StepNumbers | None = None
-        self._random_of: str | None = None  # a checkpoint whose random state is still to be set
+        self._random_of: str | None = None  # a checkpoint whose random state must still be restored
 
     # The loss
 
@@ -137,24 +137,23 @@ class DistillTrainer(Trainer):
     ) -> Any:
         parts = self.loss(model, self.teacher, inputs)
         assert num_items_in_batch is not None, "every batch has labels"
-        kd_sum = torch.zeros_like(parts.ce_sum) if parts.kd_sum is None else parts.kd_sum
-        self._sums += torch.stack([parts.total_sum.detach(), kd_sum, parts.ce_sum])
+        self._sums += parts.stacked()
         self._items = num_items_in_batch
-        # DDP and FSDP2 average gradients over ranks, but this is a sum over all of them.
+        # DDP and FSDP2 average gradients over ranks, but the loss is a sum over ranks.
         return parts.total_sum * (self.accelerator.num_processes / num_items_in_batch)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay: embeddings, every Linear, W_a and W_g among them. Vectors do not: norms, biases, sinks."""
+        """Weight decay applies to matrices (embeddings, Linears, W_a, W_g), not to vectors (norms, biases, sinks)."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not counted here: Trainer would walk through all modules for every micro-batch."""
+        """Not counted: Trainer would iterate over all modules for every micro-batch."""
         return 0
 
     def store_flos(self) -> None:
-        """Nothing, see `floating_point_ops`."""
+        """Does nothing, see `floating_point_ops`."""
 
-    # A step: numbers first, then the optimizer
+    # A step: check the numbers, then run the optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = self._finish_backward(model)
@@ -165,7 +164,7 @@ class DistillTrainer(Trainer):
         return self._finish_backward(model) if grad_norm is None else grad_norm
 
     def _finish_backward(self, model: nn.Module) -> Tensor:
-        """Reads the step's numbers, and raises before the optimizer is called if one of them is not finite."""
+        """Copies the step's numbers to the host, and raises before the optimizer runs if one of them is not finite."""
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         whole_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -174,14 +173,14 @@ class DistillTrainer(Trainer):
         if self.args.world_size > 1:
             torch.distributed.all_reduce(sums)
         items = torch.as_tensor(self._items, dtype=torch.float64, device=self._sums.device)
-        # One transfer: each of them makes the host wait for the device.
+        # One transfer, because each transfer synchronises with the device.
         total, kd, ce, stop_sum, count, norm_value = torch.cat(
             [sums, items.reshape(1), whole_norm.detach().to(torch.float64).reshape(1)]
         ).tolist()
         self._sums.zero_()
         loss = total / count if count else math.nan
         if not (math.isfinite(loss) and math.isfinite(norm_value)):
-            self._refuse_step(model, loss, norm_value)
+            self._raise_not_finite(loss, norm_value)
         self._numbers = StepNumbers(
             loss=loss,
             kd_loss=None if self.teacher is None or not self.recipe.kd_weight else kd / count,
@@ -192,22 +191,22 @@ class DistillTrainer(Trainer):
         )
         return norm
 
-    def _refuse_step(self, model: nn.Module, loss: float, norm: float) -> None:
+    def _raise_not_finite(self, loss: float, norm: float) -> None:
         step = self.state.global_step + 1
         culprit = find_not_finite(self.model, loss)
         discard_running_alpha(self.model)
         good, _ = self.checkpoints.newest()
-        kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written yet"
+        kept = f"the last valid checkpoint is {good}" if good else "no checkpoint was written yet"
         raise NotFiniteError(
             f"step {step}: {culprit} is not finite (loss {loss:g}, gradient norm {norm:g}); stopped before the "
-            f"optimizer was called, {kept}"
+            f"optimizer step, {kept}"
         )
 
     # After a step
 
     def _maybe_log_save_evaluate(self, *_: Any, learning_rate: float | None = None, **__: Any) -> None:
         if self._numbers is None:
-            return  # Trainer calls once more at the end of an epoch, without a step
+            return  # Trainer also calls this at the end of an epoch, without a step
         numbers, self._numbers = self._numbers, None
         step, recipe = self.state.global_step, self.recipe
         last = step >= recipe.steps
@@ -233,7 +232,7 @@ class DistillTrainer(Trainer):
             if last or numbers.stop or (recipe.save_every and step % recipe.save_every == 0):
                 self._save_checkpoint(self.model, None)
         if numbers.stop and not last:
-            # Two ranks with one signal each add up; which one it was matters only to the exit code.
+            # numbers.stop is a sum over ranks; the exit code needs the number of one signal.
             self.stopped_by = max(of_all_ranks(self.signals.number))
             self.control.should_training_stop = True
 
@@ -247,12 +246,12 @@ class DistillTrainer(Trainer):
         self.log({key: value for key, value in entry.items() if isinstance(value, float) and key != "seconds"})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """For TensorBoard and its like. Trainer's own history would grow with every checkpoint; log.jsonl holds it."""
+        """Calls integrations such as TensorBoard. Trainer's own history, stored in every checkpoint, is not used."""
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     @torch.no_grad()
     def probe(self) -> dict[str, Any]:
-        """Logits, alphas and gates on two held-out sequences; every rank must call. Changes nothing, draws nothing."""
+        """Logits, alphas and gates on two held-out sequences; every rank must call. Does not change any state."""
         if self.heldout is None:
             return {}
         batch = collate([self.heldout[item] for item in range(min(PROBED, len(self.heldout)))])
@@ -268,12 +267,12 @@ class DistillTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The training loss on held-out text, exact over ragged masks and ranks; every rank must call."""
+        """The training loss on held-out text, averaged over all tokens of all ranks; every rank must call."""
         assert self.heldout is not None
         count, rank, ranks = min(EVALUATED, len(self.heldout)), self.args.process_index, self.args.world_size
         size = self.args.per_device_train_batch_size
-        # All ranks run as many batches, as FSDP2 needs, and a compiled model batches of one size: what they lack is
-        # filled up with text that does not count.
+        # FSDP2 needs the same number of batches on every rank, and a compiled model needs full batches: the rest is
+        # padded with sequences whose labels are ignored.
         whole = ranks * size if self.recipe.compile else ranks
         mine = range(rank, math.ceil(count / whole) * whole, ranks)
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
@@ -284,8 +283,7 @@ class DistillTrainer(Trainer):
                 batch = collate([self._heldout_item(item, count) for item in mine[first : first + size]])
                 inputs = {key: value.to(self.args.device) for key, value in batch.items()}
                 parts = self.loss(model, self.teacher, inputs)
-                kd_sum = torch.zeros_like(parts.ce_sum) if parts.kd_sum is None else parts.kd_sum
-                sums[:3] += torch.stack([parts.total_sum, kd_sum, parts.ce_sum])
+                sums[:3] += parts.stacked()
                 sums[3] += (inputs["labels"][:, 1:] != -100).sum()
         finally:
             model.train()
@@ -308,7 +306,7 @@ class DistillTrainer(Trainer):
     # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes the state after this step; every rank must call, rank 0 writes."""
+        """Writes a checkpoint of this step; every rank must call, rank 0 writes."""
         step = self.state.global_step
         optimizer_tensors, optimizer_groups = optimizer_state(self.model, self.optimizer)
         model_tensors = weights(self.model)
@@ -328,7 +326,7 @@ class DistillTrainer(Trainer):
                 with self.checkpoints.writing(step) as draft:
                     self.model.config.save_pretrained(draft.path)
                     self.state.save_to_json(str(draft.path / "trainer_state.json"))
-                    draft.adopt()
+                    draft.add_existing_files()
                     draft.write_tensors("model.safetensors", model_tensors.items(), gathering.fetch)
                     draft.write_tensors("optimizer.safetensors", optimizer_tensors.items(), gathering.fetch)
                     draft.write_json("training.json", training)
@@ -358,8 +356,8 @@ class DistillTrainer(Trainer):
         self.lr_scheduler.load_state_dict(training["scheduler"])
         self.watch.seconds = training["seconds"]
 
-    def go_on_from(self, checkpoint: Path) -> None:
-        """Trains from a checkpoint to the end. A stream goes to its place; other data is skipped by counting."""
+    def resume_from(self, checkpoint: Path) -> None:
+        """Trains from a checkpoint to the end. A stream continues at its position; other data is skipped by index."""
         if isinstance(self.train_dataset, ResumableStream):
             training = read_json(checkpoint / "training.json")
             self.train_dataset.resume_after(
@@ -370,7 +368,7 @@ class DistillTrainer(Trainer):
         self.train(resume_from_checkpoint=str(checkpoint))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Opening a loader draws a random number, which the run before the checkpoint had drawn at its start."""
+        """Restores the random state after the loader was opened, because opening it draws a random number."""
         samples = super().get_batch_samples(*args, **kwargs)
         if self._random_of is not None:
             self._load_rng_state(self._random_of)
@@ -378,7 +376,7 @@ class DistillTrainer(Trainer):
         return samples
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """There is none: bfloat16 needs no loss scaling."""
+        """Does nothing: bfloat16 needs no loss scaling."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -388,7 +386,7 @@ class DistillTrainer(Trainer):
             set_random_state(states[self.args.process_index])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing where the last step is done: a run may come back for its model alone, and a stream is at its end."""
+        """Skips training if all steps are done: the run was resumed only to write its model."""
         if self.state.global_step >= self.recipe.steps:
             self.control.should_training_stop = True
         else:
@@ -396,7 +394,7 @@ class DistillTrainer(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            # Newer torch has another name for it, which the oldest that we support does not know.
+            # Newer torch versions renamed it; the oldest supported version has only the old name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_world_process_zero():

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...files import TEMPORARY_FILE, open_for_appending
+from ...files import TEMPORARY_FILE, open_for_appending, write_json
 from ..recipe import Recipe
-from ..run import RunFolder, write_json
+from ..run import RunFolder
 from .checkpoints import Checkpoints, remove_temporary_folders
 from .progress import Progress
 from .steplog import keep_whole_lines

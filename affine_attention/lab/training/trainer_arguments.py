@@ -1,4 +1,4 @@
-"""Turns a recipe into the words of Trainer and the loss: what each of its settings means there."""
+"""Translates a recipe into Trainer's TrainingArguments and the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..run import RunFolder
 
 
 def make_loss(recipe: Recipe) -> DistillLoss:
-    """The loss of a recipe; without a teacher it is the cross-entropy to the text."""
+    """The loss of a recipe; cross-entropy if there is no teacher."""
     if recipe.teacher is None:
         return DistillLoss(kd_weight=0.0, ce_weight=1.0)
     return DistillLoss(
@@ -22,7 +22,7 @@ def make_loss(recipe: Recipe) -> DistillLoss:
 def training_arguments(
     recipe: Recipe, run: RunFolder, ranks: int, *, device: torch.device, report_to: tuple[str, ...] = ()
 ) -> TrainingArguments:
-    """The recipe in Trainer's words, for so many ranks."""
+    """The TrainingArguments of a recipe on `ranks` ranks."""
     size, accumulation = recipe.micro_batches(ranks)
     on_gpu = device.type == "cuda"
     arguments = TrainingArguments(
@@ -48,23 +48,23 @@ def training_arguments(
         gradient_checkpointing_kwargs={"use_reentrant": False} if recipe.gradient_checkpointing else None,
         seed=recipe.seed,
         use_cpu=device.type == "cpu",
-        use_cache=True,  # of the saved configuration; our forwards say False
-        # Steps, saves and evaluations follow the recipe in DistillTrainer, and so does the log.
+        use_cache=True,  # in the saved configuration; the training forwards pass False
+        # DistillTrainer logs, saves and evaluates by the recipe.
         logging_strategy="no",
         save_strategy="no",
         eval_strategy="no",
-        logging_nan_inf_filter=False,  # looks at every micro-batch's loss on the host
+        logging_nan_inf_filter=False,  # would synchronise with the device for every micro-batch
         report_to=list(report_to) or "none",
         disable_tqdm=True,
         log_level="error",
         log_level_replica="error",
         remove_unused_columns=False,
-        train_sampling_strategy="sequential",  # the data is in its final order
+        train_sampling_strategy="sequential",  # the dataset is already in its final order
         dataloader_pin_memory=on_gpu,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # running averages are made equal when they are committed
+        ddp_broadcast_buffers=False,  # running averages are all-reduced when they are committed
     )
-    # On a machine with several GPUs and no torchrun, Trainer would take nn.DataParallel.
+    # With several GPUs and without torchrun, Trainer would use nn.DataParallel.
     _ = arguments.device
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from affine_attention import Mechanism
+from affine_attention.files import write_json
 from affine_attention.lab.evaluation.evaluate import default_length, evaluate, format_evaluation, merge, output_file
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, write_json
+from affine_attention.lab.run import RunFolder
 from tests.hf.models import plain_model
 from tests.lab.evaluation.models import (
     RECORDS,

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from affine_attention import Mechanism
+from affine_attention.files import write_json
 from affine_attention.lab.data import train_tokenizer
 from affine_attention.lab.inspection import metrics
 from affine_attention.lab.inspection.capture import watch
 from affine_attention.lab.inspection.inspect import format_inspection, inspect
 from affine_attention.lab.inspection.tally import ENTROPY_EDGES, SHARE_EDGES
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import write_json
 from benchmarks.inspect import inspect_layer
 from tests.hf.models import SLIDING, WINDOW, make_model, mechanisms, plain_model, running_alphas
 from tests.nn.models import TinyLM

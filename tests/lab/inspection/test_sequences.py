@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,13 +11,6 @@ from affine_attention.lab.inspection.sequences import find_sequences
 from affine_attention.lab.recipe import Recipe
 
 DOCUMENTS = [f"Document {n}: " + "one word after the other, " * 5 for n in range(6)]
-
-
-def shared_file(name: str) -> Path:
-    path = Path(__file__).parents[4] / "shared" / name
-    if not path.exists():
-        pytest.skip(f"needs ../shared/{name}, which is not here")
-    return path
 
 
 @pytest.fixture(scope="module")

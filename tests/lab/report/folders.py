@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from affine_attention.files import plain_numbers, write_json
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import plain_numbers, write_json
 from affine_attention.nn import Mechanism
 
 WORDS = [

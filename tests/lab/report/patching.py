@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from affine_attention.lab.run import write_json
+from affine_attention.files import write_json
 
 
 def set_loss(folder: Path, loss: float, **more: float) -> Path:

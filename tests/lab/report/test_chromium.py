@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from affine_attention.files import write_json
 from affine_attention.lab.report import load_run, report
-from affine_attention.lab.run import write_json
 
 from .browser import Browser, find_browser
 from .folders import make_run

@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
+import torch
 
 from affine_attention.lab.report.collect import load_run, load_runs
 from affine_attention.lab.report.groups import group_runs
 from affine_attention.lab.report.plots import figures
+from affine_attention.nn.scaling import ACTIVATION_FUNCTIONS
 
 from .folders import make_run
 
@@ -68,3 +70,10 @@ def test_runs_with_other_layers_stand_side_by_side(tmp_path):
     layers = [view["name"] for view in found["figure-2"]["views"]]
     assert layers == ["all layers", *(f"layer {layer}" for layer in range(5))]
     assert len(found["figure-2"]["views"][-1]["lines"]) == 1
+
+
+def test_figure_11_shows_the_activations_of_the_package(tmp_path):
+    lines = by_key(make_run(tmp_path / "a", "softmax", steps=2))["figure-11"]["views"][0]["lines"]
+    assert [line["name"] for line in lines] == [name.replace("_", " ") for name in ACTIVATION_FUNCTIONS]
+    for line, function in zip(lines, ACTIVATION_FUNCTIONS.values(), strict=True):
+        assert np.allclose(line["y"], function(torch.tensor(line["x"], dtype=torch.float64)), rtol=1e-4)

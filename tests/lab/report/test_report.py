@@ -1,15 +1,19 @@
 """The whole page: what it holds, and what it does with folders that are hostile, empty or broken."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from affine_attention.files import write_json
 from affine_attention.lab.report import report
-from affine_attention.lab.run import write_json
 
 from .folders import make_run
 from .reading import Page
 
+ROOT = Path(__file__).parents[3]
 HOSTILE = [
     "</script><script>document.title='owned'</script>", "<img src=x onerror=alert(1)>", "\"'`${1}", "\u202e\u2066bidi",
     "a\0b", "👩\u200d💻", "\u2028\u2029", "\ud800", "=HYPERLINK(\"x\")", "n" * 10_000, "<!--", "&lt;", "\\u003c", "]]>",
@@ -192,3 +196,22 @@ def test_where_many_lines_meet_variants_wait_in_the_legend(tmp_path):
     assert not crowded["affine"]
     assert crowded["affine (learning_rate=0.0009)"]
     assert sum(crowded.values()) == len(crowded) - 2
+
+
+def test_the_report_is_made_without_torch(tmp_path):
+    """A machine that only reads results needs neither torch nor transformers."""
+    folder = make_run(tmp_path / "run", "affine", steps=10)
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'transformers', 'triton'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from affine_attention.cli import main\n"
+        "sys.exit(main(['report', sys.argv[1], '-o', sys.argv[2], '--markdown', sys.argv[3]]))\n"
+    )
+    words = [str(folder), str(tmp_path / "page.html"), str(tmp_path / "page.md")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Table 1" in (tmp_path / "page.md").read_text()

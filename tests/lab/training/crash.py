@@ -96,7 +96,7 @@ class KillAtOperation:
     def install(self) -> None:
         fsync, write_all = os.fsync, tensorfile._write_all
         train_module: Any = sys.modules[train.__module__]
-        save, record, keep_model = DistillTrainer._save_checkpoint, DistillTrainer._record, train_module.keep_model
+        save, record, save_model = DistillTrainer._save_checkpoint, DistillTrainer._record, train_module.save_model
 
         def watched_save(trainer, model, trial):
             self.watching = self.phase == "save" and trainer.state.global_step == WATCHED_SAVE
@@ -107,9 +107,9 @@ class KillAtOperation:
             record(trainer, entry)
             self.end()
 
-        def watched_keep_model(*arguments):
+        def watched_save_model(*arguments):
             self.watching = self.phase == "finish"
-            keep_model(*arguments)
+            save_model(*arguments)
             self.end()
 
         def watched_fsync(handle):
@@ -124,7 +124,7 @@ class KillAtOperation:
 
         os.fsync, tensorfile._write_all = watched_fsync, watched_write
         DistillTrainer._save_checkpoint, DistillTrainer._record = watched_save, watched_record
-        train_module.keep_model = watched_keep_model
+        train_module.save_model = watched_save_model
         sys.addaudithook(self.audit)
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from affine_attention.lab.training.checkpoints import MANIFEST, CheckpointError, Checkpoints, check_room
+from affine_attention.lab.training.checkpoints import MANIFEST, CheckpointError, Checkpoints, check_disk_space
 
 OURS = {"recipe": "a", "data": "b"}
 
@@ -23,7 +23,7 @@ def make(folder, keep=2, identity=OURS):
 def write(checkpoints: Checkpoints, step: int, size: int = 100) -> None:
     with checkpoints.writing(step) as draft:
         (draft.path / "config.json").write_text("{}")
-        draft.adopt()
+        draft.add_existing_files()
         draft.write_tensors("model.safetensors", [("x", torch.full((size,), float(step)))], lambda tensor: tensor)
         draft.write_json("training.json", {"step": step})
 
@@ -162,8 +162,8 @@ def test_a_file_that_may_not_grow_is_the_same(tmp_path):
 
 
 def test_too_little_room_is_known_before_the_first_step(tmp_path):
-    check_room(tmp_path / "not" / "there", 1, "nothing")
+    check_disk_space(tmp_path / "not" / "there", 1, "nothing")
     with pytest.raises(OSError) as error:
-        check_room(tmp_path / "not" / "there", 2**60, "3 checkpoints")
+        check_disk_space(tmp_path / "not" / "there", 2**60, "3 checkpoints")
     for words in ("not/there", "bytes free", f"{2**60:,}", "3 checkpoints", "keep_checkpoints"):
         assert words in str(error.value)

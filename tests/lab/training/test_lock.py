@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from affine_attention.files import write_json
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, write_json
+from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.checkpoints import Checkpoints
 from affine_attention.lab.training.lock import check_folder, lock_run, prepare_run
 from affine_attention.lab.training.progress import Progress

@@ -1,12 +1,12 @@
-"""Turns the gradient norms of a training log into the statistics of Tables 4 and 5.
+"""Computes the gradient-norm statistics of Tables 4 and 5 from a training log.
 
 Table 4: mean, standard deviation, variance and coefficient of variation (std / mean) of the raw norms of steps 0 to
 500, unsmoothed. Table 5: spikes, steps whose norm exceeds median(g) + k * MAD(g) for k = 6 and 9, with median and MAD
 of the run itself over the same steps.
 
-Read as: norms before clipping; MAD the plain median of abs(g - median(g)), without the factor 1.4826 that makes it an
-estimate of a standard deviation (the paper names none); the deviation that of the steps at hand, divided by their
-number. A log counts steps from 1, so "0 to 500" are the first 500 steps.
+Our reading: norms before clipping; MAD is the plain median of abs(g - median(g)), without the factor 1.4826 that makes
+it an estimate of a standard deviation (the paper mentions none); the standard deviation is that of the population. A
+log counts steps from 1, so "0 to 500" are the first 500 steps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files import is_there, read_lines
-from ..run import RunFolder
+from ..files import is_there, read_lines
+from .run import RunFolder
 
 FIRST_STEP, LAST_STEP = 0, 500
 THRESHOLDS = (6, 9)
-NAMED_STEPS = 20  # a sentence names this many steps and counts the rest
+NAMED_STEPS = 20  # steps that a sentence lists; the rest is counted
 
 
 def gradient_statistics(
@@ -32,21 +32,21 @@ def gradient_statistics(
     last_step: int = LAST_STEP,
     thresholds: Sequence[float] = THRESHOLDS,
 ) -> dict[str, Any]:
-    """Tables 4 and 5 for one run; `missing` says in sentences which steps could not be counted, and why.
+    """Tables 4 and 5 for one run; `missing` lists in sentences which steps were not counted, and why.
 
     >>> gradient_statistics([1.0, 1.1, 0.9, 1.0, 9.0])["spikes"]
     {'6': 1, '9': 1}
 
     Args:
-        log: a `log.jsonl`, the folder of a run, lines of a log (with `step` and `grad_norm`), or norms alone, the
-            first of which is step 1.
-        first_step, last_step: the steps that are counted, both included.
-        thresholds: the k of the spikes.
+        log: a `log.jsonl`, a run folder, lines of a log (with `step` and `grad_norm`), or a list of norms that starts
+            at step 1.
+        first_step, last_step: the range of steps, both included.
+        thresholds: the values of k for the spikes.
 
     Returns:
         `steps` [first, last], `count`, `mean`, `std`, `variance`, `cv`, `median`, `mad`, and by k (as text)
-        `thresholds`, `spikes` (numbers) and `spike_steps` (which); `missing_steps` and `not_finite_steps`; `missing`.
-        Statistics are None where no step can be counted. A step whose norm is not a finite number enters none of them.
+        `thresholds`, `spikes` (counts) and `spike_steps`; `missing_steps` and `not_finite_steps`; `missing`. Statistics
+        are None if no step can be counted. Steps whose norm is not finite are excluded from all statistics.
     """
     if last_step < first_step:
         raise ValueError(f"last_step must not be before first_step = {first_step}, got {last_step}")
@@ -54,7 +54,7 @@ def gradient_statistics(
     chosen = {step: norm for step, norm in norms.items() if first_step <= step <= last_step}
     finite = {step: norm for step, norm in chosen.items() if norm is not None and math.isfinite(norm)}
     not_finite = sorted(step for step in chosen if step not in finite)
-    # A run that ends early is short, not full of holes: only steps before its last one can be missing.
+    # Steps after the last logged one are not missing: the run ended early.
     expected = range(max(first_step, 1), min(last_step, max(norms, default=0)) + 1)
     absent = [step for step in expected if step not in chosen]
     return {
@@ -69,7 +69,7 @@ def gradient_statistics(
 
 
 def format_statistics(name: str | Path, found: Mapping[str, Any]) -> str:
-    """The same in a few lines for a terminal."""
+    """The statistics as lines for a terminal."""
     lines = [f"{name}, steps {found['steps'][0]} to {found['steps'][1]}: {found['count']} gradient norms"]
     if found["count"]:
         cv = "none" if found["cv"] is None else f"{found['cv']:.4f}"
@@ -80,12 +80,12 @@ def format_statistics(name: str | Path, found: Mapping[str, Any]) -> str:
 
 
 def _norms(log: Any) -> tuple[dict[int, float | None], set[int]]:
-    """(norm of each step, steps that were logged more than once: the last line holds)."""
+    """(norm of each step, steps that were logged more than once; the last line is used)."""
     where = "the log, line"
     if isinstance(log, str | Path):
         path = RunFolder(log).log_file if Path(log).is_dir() else Path(log)
         if not is_there(path):
-            raise FileNotFoundError(f"log must be a log.jsonl or the folder of a run, but there is no {path}")
+            raise FileNotFoundError(f"log must be a log.jsonl or a run folder, but {path} does not exist")
         where, log = f"{path}, line", read_lines(path)
     norms: dict[int, float | None] = {}
     repeated: set[int] = set()
@@ -131,8 +131,8 @@ def _sentences(
         sentences.append(f"the log ends at step {max(norms)}, before step {last_step}")
     for steps, words in (
         (absent, "not in the log"),
-        (not_finite, "left out: the gradient norm is missing or not finite"),
-        (repeated, "logged more than once: the last line was taken"),
+        (not_finite, "skipped: the gradient norm is missing or not finite"),
+        (repeated, "logged more than once: the last line was used"),
     ):
         if steps:
             named = ", ".join(map(str, steps[:NAMED_STEPS]))

@@ -1,19 +1,17 @@
-"""Tables 4 and 5 from a log: the paper's definitions, and nothing left out in silence."""
+"""Tables 4 and 5 from a log: the paper's definitions, and every omitted step is reported."""
 
 from __future__ import annotations
 
 import doctest
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 
-from affine_attention.lab.inspection import gradients
-from affine_attention.lab.inspection.gradients import format_statistics, gradient_statistics
-
-from .test_sequences import shared_file
+from affine_attention.lab import gradient_norms
+from affine_attention.lab.gradient_norms import format_statistics, gradient_statistics
+from affine_attention.lab.report.paper_numbers import TABLES_4_AND_5
 
 
 def make_norms(steps=800, seed=0):
@@ -65,7 +63,7 @@ def test_a_constant_norm_has_no_spikes():
     assert (found["std"], found["cv"], found["mad"], found["spikes"]) == (0, 0, 0, {"6": 0, "9": 0})
 
 
-def test_what_cannot_be_counted_is_told():
+def test_steps_that_cannot_be_counted_are_reported():
     lines = [{"step": step, "grad_norm": 1.0 + step % 3} for step in range(1, 301) if step not in (7, 9)]
     lines[2]["grad_norm"] = None
     lines[4]["grad_norm"] = math.inf
@@ -82,7 +80,7 @@ def test_what_cannot_be_counted_is_told():
     json.dumps(found, allow_nan=False)
 
 
-def test_a_run_that_has_gone_all_wrong_is_still_a_result(tmp_path):
+def test_a_log_without_finite_norms_gives_a_result(tmp_path):
     for norms in ([], [math.nan] * 3):
         found = gradient_statistics(norms)
         assert found["mean"] is found["median"] is found["spikes"]["6"] is None
@@ -96,7 +94,7 @@ def test_a_run_that_has_gone_all_wrong_is_still_a_result(tmp_path):
 
 
 def test_the_example_in_the_docstring_runs():
-    results = doctest.testmod(gradients)
+    results = doctest.testmod(gradient_norms)
     assert results.attempted > 0
     assert results.failed == 0
 
@@ -114,13 +112,10 @@ def test_unusable_logs_are_refused(tmp_path):
 
 def test_the_definitions_fit_the_paper_s_own_rows():
     """Variance is the square of std, and CV is std over mean, up to the printed digits of Table 4."""
-    text = shared_file("paper.txt").read_text()
-    table = text[text.index("Table 4:") : text.index("To further assess")]
-    rows = re.findall(r"(?:Baseline|Sink|Affine-Scaled) ([\d.]+) ([\d.]+) ([\d.]+) ([\d.]+)", table)
-    assert len(rows) == 6
-    for mean, std, variance, cv in (map(float, row) for row in rows):
-        assert variance == pytest.approx(std**2, abs=0.003)
-        assert cv == pytest.approx(std / mean, abs=0.006)
+    assert len(TABLES_4_AND_5) == 6
+    for row in TABLES_4_AND_5:
+        assert row.variance == pytest.approx(row.std**2, abs=0.003)
+        assert row.cv == pytest.approx(row.std / row.mean, abs=0.006)
 
 
 def test_the_lines_for_a_terminal_hold_the_numbers():
