@@ -121,12 +121,6 @@ class Visibility:
         ones_BS1 = torch.ones(self.batch, 1, self.num_keys, 1, dtype=torch.int64, device=self.device)
         return self.sum_keys(ones_BS1).squeeze(-1)
 
-    def real_keys(self) -> Tensor:
-        """The keys of the call that are not padding: [1|B, 1, 1], int64."""
-        if self.key_mask is not None:
-            return self.key_mask.sum(-1)[:, None, None]
-        return torch.full((1, 1, 1), self.num_keys, dtype=torch.int64, device=self.device)
-
     def sum_keys(self, x_BGSD: Tensor) -> Tensor:
         """Sum of x over the visible keys of each query: [B, G, T, D], in the dtype of x.
 

@@ -1,7 +1,7 @@
-"""Runs the jobs of a study several at a time, each in a process of its own; with several GPUs each process has one.
+"""Runs the jobs of a study in several worker processes; with several GPUs, each process uses one of them.
 
-The processes take jobs in their order until none is left, and tell the parent what happens. Small students do not fill
-a large GPU: what one leaves idle while its host works, another uses.
+The workers take jobs in order until none is left, and report progress to the parent. A small student does not fill a
+large GPU, so several students on one GPU finish sooner than one after the other.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 from .live import LiveTable
 from .plan import Job
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # those at which a run saves its step and stops
-AGAIN = 3.0  # seconds after which a second signal is meant: some tools send one to a process and to its group
-STOPPED = {128 + number for number in SIGNALS}  # exit codes of a process that was asked to stop, and did
-Work = Callable[[Job, Any], None]  # what is done for one job; the second argument is told of it, as a LiveTable is
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # a run saves its step and stops on these
+REPEATED = 3.0  # seconds within which a second signal is ignored: some tools signal a process and its group
+STOPPED = {128 + number for number in SIGNALS}  # exit codes of a process that was stopped by a signal
+Work = Callable[[Job, Any], None]  # runs one job; the second argument receives progress like a LiveTable
 
 
 class Messenger:
-    """Tells the parent's table what happens here."""
+    """Sends progress to the parent's table."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -45,35 +45,35 @@ class Messenger:
 
 
 class _Worker:
-    """A process and the parent's end of its pipe. Each has its own: a killed process can leave no lock behind."""
+    """A process and the parent's end of its pipe. One pipe per process: a killed process cannot leave a shared lock."""
 
     def __init__(self, context: Any, work: Work, number: int, count: int) -> None:
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other, work, number, count), name=f"study-{number}")
         self.process.start()
-        other.close()  # the process alone holds it now, so that its death is seen as the end of the pipe
+        other.close()  # only the process holds it now, so that its end is seen as EOF
         self.job: Job | None = None
 
-    def hand(self, job: Job | None) -> None:
-        """Gives a job, or None: there is no other."""
+    def send(self, job: Job | None) -> None:
+        """Sends a job, or None if there is none left."""
         self.job = job
-        with contextlib.suppress(OSError):  # a process that is dead is noticed where it is listened to
+        with contextlib.suppress(OSError):  # the end of a process is handled by the reader of its pipe
             self.pipe.send(job)
 
 
 def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: LiveTable) -> None:
-    """Calls `work(job, messenger)` for every job, in so many processes; `work` must be picklable.
+    """Calls `work(job, messenger)` for every job in worker processes; `work` must be picklable.
 
-    After a failure no new job begins; those under way are finished, then the first failure is raised. A signal goes to
-    every process: each finishes its step, saves it and stops.
+    After a failure no new job starts; running jobs are finished, then the first failure is raised. A signal is passed
+    on to every process, which finishes its step, saves it and stops.
     """
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     waiting, workers = deque(jobs), list[_Worker]()
-    caught: dict[float, int] = {}  # when, and which signal
+    caught: dict[float, int] = {}  # time -> signal number
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if caught and now - max(caught) < AGAIN:
+        if caught and now - max(caught) < REPEATED:
             return
         caught[now] = signum
         waiting.clear()
@@ -81,7 +81,7 @@ def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: Live
             if worker.process.is_alive():
                 os.kill(worker.process.pid, signum)
 
-    # Python has handlers in the main thread only; elsewhere a signal does what it always does.
+    # Python runs signal handlers in the main thread only; in other threads signals keep their usual effect.
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, pass_on) for number in SIGNALS} if in_main else {}
     try:
@@ -102,7 +102,7 @@ def run_in_parallel(jobs: Sequence[Job], work: Work, processes: int, table: Live
 
 
 def _follow(workers: list[_Worker], waiting: deque[Job], table: LiveTable) -> list[str]:
-    """Hands out jobs, and messages on to the table, until every process has ended; what went wrong, in its order."""
+    """Sends jobs to workers and their messages to the table until all have ended; returns the failures in order."""
     failures: list[str] = []
 
     def fail(worker: _Worker, reason: str) -> None:
@@ -124,25 +124,26 @@ def _follow(workers: list[_Worker], waiting: deque[Job], table: LiveTable) -> li
                 if code in STOPPED and worker.job is not None:
                     table.finish(worker.job.name, stage="stopped")
                 elif code:
-                    fail(worker, f"its process ended with exit code {code} and no word")
+                    fail(worker, f"its process ended unexpectedly with exit code {code}")
                 continue
             if kind == "fails":
                 fail(worker, *given)
             elif kind == "wants":
-                worker.hand(waiting.popleft() if waiting else None)
+                worker.send(waiting.popleft() if waiting else None)
             else:
                 getattr(table, kind)(*given, **named)
     return failures
 
 
 def _work(pipe: Connection, work: Work, number: int, count: int) -> None:
-    """One process: takes jobs until there is no other."""
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes from the parent then, once: the second would break a step off
+    """The worker process: runs jobs until none is left."""
+    # Its own process group: a Ctrl-C in the terminal then reaches it once, through the parent.
+    os.setpgid(0, 0)
     for signum in SIGNALS:
-        signal.signal(signum, _leave)
-    _take_own_gpu(number, count)
+        signal.signal(signum, _exit)
+    _select_gpu(number, count)
     messenger = Messenger(pipe)
-    # A SystemExit passes: of a signal, when the step is saved; its exit code is told to nobody but the parent.
+    # SystemExit is not caught: it is raised for a signal after the step was saved, and ends the process.
     while True:
         pipe.send(("wants", (), {}))
         job = pipe.recv()
@@ -154,13 +155,13 @@ def _work(pipe: Connection, work: Work, number: int, count: int) -> None:
             pipe.send(("fails", (f"{type(error).__name__}: {error}",), {}))
 
 
-def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    """Outside of training there is nothing to save."""
+def _exit(signum: int, frame: FrameType | None) -> NoReturn:
+    """Exits immediately: outside of training there is nothing to save."""
     sys.exit(128 + signum)
 
 
-def _take_own_gpu(number: int, count: int) -> None:
-    """Before CUDA starts in this process: one GPU of those that the parent sees, and a share of the cores."""
+def _select_gpu(number: int, count: int) -> None:
+    """Selects one of the parent's GPUs, before CUDA is initialised, and a share of the CPU cores."""
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))

@@ -62,7 +62,7 @@ def test_a_vocabulary_that_cannot_be_trained(size):
 
 def test_documents_are_encoded_as_each_alone(trained):
     encoder = DocumentEncoder(trained)
-    encoded = [ids for batch in encoder.encode_all(DOCUMENTS) for ids in batch]
+    encoded = encoder.encode(DOCUMENTS)
     for text, ids in zip(DOCUMENTS, encoded, strict=True):
         assert ids.dtype == np.uint16
         assert ids.tolist() == [*trained(text)["input_ids"], trained.eos_token_id]

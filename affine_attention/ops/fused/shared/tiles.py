@@ -17,7 +17,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The phases of a loop over tiles: the run that needs no mask, and the masked edges before and after it.
 FULL = tl.constexpr(0)
 LEFT = tl.constexpr(1)
-RIGHT = tl.constexpr(2)
 
 
 class Rule(NamedTuple):
