@@ -37,7 +37,7 @@ def _cpu_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def _cuda_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Device events. Each call stands behind a write over the L2 cache and a pause that lets the host run ahead.
+    """Device events. Each call is queued behind a write over the L2 cache and a pause that lets the host run ahead.
 
     Without the pause a short kernel is timed with the host's own work in it: plain cuDNN read 25 % slower.
     """

@@ -65,5 +65,5 @@ def test_emptying_removes_ours_alone(tmp_path):
 
 def test_a_home_of_nobody_is_one_sentence(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
-    with pytest.raises(ValueError, match="home folder that does not exist"):
+    with pytest.raises(ValueError, match="unknown home folder"):
         default_cache()

@@ -55,7 +55,7 @@ def test_layouts_hold_the_same_numbers_in_other_places():
     assert make_inputs(Case(layout="fused_qkv")).tensors["key"].stride(1) == 16
     with pytest.raises(ValueError, match="layout must be one of"):
         make_inputs(Case(layout="sideways"))
-    with pytest.raises(ValueError, match="visibility must join kinds"):
+    with pytest.raises(ValueError, match="visibility must combine"):
         make_inputs(Case(visibility="causal+sometimes"))
 
 

@@ -75,7 +75,7 @@ def test_steps_that_cannot_be_counted_are_reported():
     text = " | ".join(found["missing"])
     assert "ends at step 300, before step 500" in text
     assert "steps 7, 9 not in the log" in text
-    assert "steps 3, 5 left out" in text
+    assert "steps 3, 5 skipped" in text
     assert "step 12 logged more than once" in text
     json.dumps(found, allow_nan=False)
 

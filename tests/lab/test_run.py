@@ -23,7 +23,7 @@ def test_what_is_not_a_run_is_named(tmp_path):
 
 
 def test_an_empty_name_is_no_folder():
-    with pytest.raises(ValueError, match="got an empty name"):
+    with pytest.raises(ValueError, match="must not be an empty string"):
         RunFolder("")
 
 
@@ -49,5 +49,5 @@ def test_a_kept_run_may_be_compressed(tmp_path):
     run.log_file.write_text('{"step": 9}\n')  # the plain file is the newer one
     assert run.log() == [{"step": 9}]
     run.inspection_file.with_name("inspection.json.xz").write_bytes(b"not compressed")
-    with pytest.raises(ValueError, match=r"inspection\.json\.xz cannot be unpacked"):
+    with pytest.raises(ValueError, match=r"inspection\.json\.xz cannot be decompressed"):
         read_json(run.inspection_file)

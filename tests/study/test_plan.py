@@ -43,8 +43,8 @@ def test_a_study_without_a_teacher_trains_one_on_the_same_data():
     [
         ({"mechanisms": ("afine",)}, "did you mean 'affine'?"),
         ({"mechanisms": ("affine+momentun=0.5",)}, "no setting 'momentun'"),
-        ({"mechanisms": ()}, "mechanisms must name at least one"),
-        ({"seeds": (1, 1)}, "seeds must differ, got 1 twice"),
+        ({"mechanisms": ()}, "mechanisms must not be empty"),
+        ({"seeds": (1, 1)}, "seeds must not repeat, got 1 twice"),
         ({"recipe": "tiny"}, "recipe must be one of"),
         ({"settings": {"stepz": 3}}, "did you mean 'steps'?"),
     ],
@@ -58,4 +58,4 @@ def test_what_cannot_run_is_refused_when_the_plan_is_made(changes, words):
 def test_mechanisms_that_would_share_a_folder_are_refused():
     with pytest.raises(ValueError) as error:
         Plan(mechanisms=("affine+student=a b", "affine+student=a_b"))
-    assert "'affine+student=a b' and 'affine+student=a_b' would both be in" in str(error.value)
+    assert "'affine+student=a b' and 'affine+student=a_b' would both use" in str(error.value)

@@ -165,7 +165,7 @@ def test_a_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     shutil.rmtree(moved / "affine_gated-seed0")
-    with pytest.raises(ValueError, match="learned from another teacher"):
+    with pytest.raises(ValueError, match="was trained with other weights"):
         run_study(plan, moved, device="cpu", quiet=True)
     assert not (moved / "affine_gated-seed0").exists()
 
@@ -179,6 +179,6 @@ def test_a_given_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match="learned from another teacher"):
+    with pytest.raises(ValueError, match="was trained with other weights"):
         run_study(replace(given, mechanisms=("softmax", "affine")), tmp_path / "study", device="cpu", quiet=True)
     assert not (tmp_path / "study" / "affine-seed0").exists()

@@ -48,7 +48,7 @@ def test_a_failure_names_the_job_and_begins_no_other(tmp_path):
 
 
 def test_a_killed_process_is_noticed(tmp_path):
-    with pytest.raises(ValueError, match="job1: its process ended with exit code -9"):
+    with pytest.raises(ValueError, match="job1: its process ended unexpectedly with exit code -9"):
         run_in_parallel(JOBS, Note(tmp_path, dies="job1"), 2, table())
 
 
@@ -99,7 +99,7 @@ def test_less_than_one_at_a_time_is_refused(tmp_path):
 
 def test_ranks_of_torchrun_do_not_start_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="parallel=2 starts processes of its own, but this is one of 4 ranks"):
+    with pytest.raises(ValueError, match="parallel=2 starts its own processes, but this is one of 4 ranks"):
         run_study(Plan(), tmp_path, parallel=2)
     assert not any(tmp_path.iterdir())
 

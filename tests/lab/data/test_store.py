@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     process.start()
     message = answers.get(timeout=20)
     process.join()
-    assert f"the cache {tmp_path / 'cache'} cannot be written (File too large); name another" in message
+    assert f"the cache {tmp_path / 'cache'} cannot be written (File too large); choose another" in message
     assert names(tmp_path / "cache") == []
 
 

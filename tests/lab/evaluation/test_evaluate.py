@@ -83,7 +83,7 @@ def test_results_of_other_weights_are_not_kept(place, tmp_path):
     save_checkpoint(run / "model")
     evaluate(run, perplexity={"held": place / "held.jsonl"}, limit=2, device="cpu")
     save_checkpoint(run / "model", "softmax")
-    with pytest.warns(UserWarning, match="made of other weights"):
+    with pytest.warns(UserWarning, match="results of other weights"):
         found = evaluate(run, perplexity={"prose": place / "prose.txt"}, limit=2, device="cpu")
     assert set(found["perplexity"]) == {"prose"}
 
@@ -195,7 +195,7 @@ def test_errors_name_the_way_out(place, tmp_path):
         (TypeError, "list of names", {"tasks": "piqa"}),
         (ValueError, "did you mean 'piqa'?", {"tasks": ["piqaa"], "task_data": place / "data", "engine": "direct"}),
         (ValueError, "needs task_data", {"engine": "direct"}),
-        (ValueError, "this is no run", {"perplexity": {"held": None}}),
+        (ValueError, "which only a run has", {"perplexity": {"held": None}}),
         (ValueError, "autocast must be one of float32", {"autocast": "half", "perplexity": [place / "prose.txt"]}),
         (ValueError, "two files of perplexity", {"perplexity": [place / "prose.txt", tmp_path / "prose.txt"]}),
     ]
@@ -206,7 +206,7 @@ def test_errors_name_the_way_out(place, tmp_path):
     tiny_model().save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError) as error:
         evaluate(tmp_path / "bare", perplexity=[place / "prose.txt"], device="cpu")
-    assert "bare holds none" in str(error.value)
+    assert "bare has none" in str(error.value)
     for words, settings in (("tokenizer must be given", {}), ("dtype must be left out", {"dtype": "bfloat16"})):
         with pytest.raises(ValueError) as error:
             evaluate(

@@ -240,7 +240,7 @@ def test_few_sequences_are_a_result_that_says_so(sequences, tokenizer):
     json.dumps(result, allow_nan=False)
     assert result["sequences"] == sequences
     if sequences == 0:
-        assert result["missing"] == ["0 sequences were asked for: nothing was looked at"]
+        assert result["missing"] == ["0 sequences were requested: nothing was measured"]
         assert result["row_sum"]["mean"] == [[None] * 4] * 2
         assert result["maps"] is None
 
@@ -265,7 +265,7 @@ def test_longer_than_the_model_is_cut_and_told(tokenizer):
 
 def test_unusable_input_is_refused(tmp_path, tokenizer):
     model = tiny()
-    with pytest.raises(FileNotFoundError, match="neither a run"):
+    with pytest.raises(FileNotFoundError, match="no finished model"):
         inspect(tmp_path, text=DOCUMENTS)
     write_json(tmp_path / "recipe.json", Recipe().to_dict())
     with pytest.raises(FileNotFoundError, match="no finished model"):

@@ -63,7 +63,7 @@ def test_held_out_documents_of_a_recipe(tokenizer, tmp_path):
     assert 0 < rest < len(ids_of(tokenizer, DOCUMENTS)) - 30
     named = find_sequences(None, tokenizer, 2, 30, Recipe(data=("nowhere",), heldout=(str(file),)))
     assert named.fingerprint() == find_sequences(file, tokenizer, 2, 30).fingerprint()
-    with pytest.raises(ValueError, match="held nothing out"):
+    with pytest.raises(ValueError, match="no held-out text"):
         find_sequences(None, tokenizer, 2, 30, Recipe(data=(str(file),), heldout=0.0))
     with pytest.raises(ValueError, match="text is missing"):
         find_sequences(None, tokenizer, 2, 30)
@@ -80,13 +80,13 @@ def test_only_what_is_needed_is_read(tokenizer):
 def test_what_is_missing_is_told(tokenizer):
     few = find_sequences(DOCUMENTS[:1], tokenizer, 10, 20)
     assert 0 < len(few.inputs) < 10
-    assert few.missing == [f"the text given has {len(few.inputs)} of the 10 sequences that were asked for"]
+    assert few.missing == [f"the text given has {len(few.inputs)} of the 10 requested sequences"]
     short = find_sequences(["tiny"], tokenizer, 1, 1000)
     assert "shorter than 1000 tokens" in short.missing[0]
     for nothing in ([], [torch.tensor([3])], torch.zeros(0, 5, dtype=torch.long)):
         found = find_sequences(nothing, tokenizer, 2, 30)
         assert found.inputs == []
-        assert "nothing was looked at" in found.missing[-1]
+        assert "nothing was measured" in found.missing[-1]
         assert found.fingerprint()
 
 

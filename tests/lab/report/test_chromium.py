@@ -1,11 +1,12 @@
-"""The page in a real headless Chromium: drawn, clicked, read, saved; no complaint in the console, no network.
+"""The page in a headless Chromium: drawn, clicked, read, saved; no console errors, no network requests.
 
-Skipped, with a word, where no browser is on the PATH or in CHROMIUM. REPORT_PICTURES=folder keeps the screenshots.
+Skipped with a message if no browser is on the PATH or in CHROMIUM. REPORT_PICTURES=folder keeps the screenshots.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import time
 import xml.etree.ElementTree as ElementTree
@@ -360,3 +361,25 @@ def test_it_prints(tab):
     assert tab.run("getComputedStyle(document.querySelector('.tools')).display") == "none"
     assert tab.run("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert len(tab.call("Page.printToPDF")["data"]) > 100_000
+
+
+@pytest.mark.parametrize("width", [1200, 700, 360])
+def test_the_labels_of_the_first_chart_do_not_touch_the_zero_line(browser, tmp_path, width):
+    """When one difference is near zero and the others are negative, the zero line is at the right edge of the plot."""
+    folders = []
+    for name, loss in (("softmax", 3.0), ("sink", 3.001), ("affine", 2.98), ("gated", 2.7)):
+        folder = make_run(tmp_path / name, name, steps=20)
+        lines = [json.loads(line) | {"loss": loss} for line in (folder / "log.jsonl").read_text().splitlines()]
+        (folder / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        folders.append(folder)
+    tab = browser.open(report(folders, tmp_path / "page.html").as_uri(), width=width)
+    crossings = tab.run("""(() => {
+        const all = (selector) => [...document.querySelectorAll(`#forest svg ${selector}`)];
+        const boxes = (selector) => all(selector).map((e) => e.getBoundingClientRect());
+        const lines = boxes(".zero"), texts = [...boxes(".row-name"), ...boxes(".row-value")];
+        const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+        const wide = (b) => ({ left: b.left - 1, right: b.right + 1, top: b.top, bottom: b.bottom });
+        return [lines.length, texts.length, texts.filter((t) => lines.some((l) => meets(wide(l), t))).length];
+    })()""")
+    browser.call("Target.closeTarget", targetId=tab.target)
+    assert crossings == [1 if width >= 600 else 3, 6, 0]

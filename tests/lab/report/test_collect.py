@@ -37,7 +37,7 @@ def test_half_a_line_at_the_end_and_a_broken_one_inside_are_noted(tmp_path):
     run = load_run(folder)
     assert run.steps == 20
     assert 5 not in run.series("loss")[0]
-    assert run.problems == ["2 broken lines of log.jsonl left out"]
+    assert run.problems == ["2 broken lines of log.jsonl ignored"]
 
 
 def test_steps_that_were_run_again_count_once(tmp_path):
@@ -160,7 +160,7 @@ def test_archives_that_expand_without_end_are_noted(tmp_path):
     for name in ("manifest.json", "log.jsonl", "evaluation.json"):
         (run / name).unlink()
         (run / f"{name}.xz").write_bytes(bomb)
-    assert sum("when it is unpacked" in problem for problem in load_run(run).problems) == 3
+    assert sum("bytes decompressed" in problem for problem in load_run(run).problems) == 3
 
 
 def test_a_grid_holds_no_more_than_it_says():

@@ -82,11 +82,11 @@ def test_a_gradient_norm_that_is_no_number_is_left_out(tmp_path):
 
 def test_what_was_not_measured_alike_is_said(tmp_path):
     folders = [make_run(tmp_path / name, name, steps=2) for name in ("softmax", "affine")]
-    assert measures.uneven(group_runs(load_runs(folders))) == []
+    assert measures.incomparable(group_runs(load_runs(folders))) == []
     evaluation = json.loads((folders[1] / "evaluation.json").read_text())
     evaluation["tasks"]["piqa"]["n"] = 5
     evaluation["perplexity"]["c4"]["words"] = 7
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation))
-    texts, tasks = measures.uneven(group_runs(load_runs(folders)))
-    assert texts.startswith("c4 was not measured alike")
+    texts, tasks = measures.incomparable(group_runs(load_runs(folders)))
+    assert texts.startswith("c4 was measured differently")
     assert "metric acc, n 1000; metric acc, n 5" in tasks

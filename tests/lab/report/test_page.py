@@ -72,7 +72,7 @@ def test_commands_are_code_and_stay_escaped():
 
 def test_a_figure_without_scripts_says_so():
     drawn = Page(figure_html({"key": "k", "title": "T", "aid": "A.", "views": []}))
-    assert "script, which is switched off" in drawn.text
+    assert "JavaScript, which is switched off" in drawn.text
     missing = Page(figure_html({"key": "k", "title": "T", "aid": "A.", "views": [], "missing": "`affine train`"}))
     assert not [given for _, given in missing.tags if "data-figure" in given]
     assert "affine train" in missing.text

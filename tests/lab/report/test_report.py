@@ -137,7 +137,7 @@ def test_nan_series_and_a_cut_log_make_a_page(tmp_path):
     lines = ['{"step": 1, "loss": NaN, "grad_norm": null}', '{"step": 2, "loss": Infinity}', '{"step": 3, "lo']
     (folder / "log.jsonl").write_text("\n".join(lines))
     page = page_of(folder, tmp_path)
-    assert "1 broken line of log.jsonl left out" in page.text
+    assert "1 broken line of log.jsonl ignored" in page.text
     assert "figure-7" not in {figure["key"] for figure in page.data["figures"]}
     assert page.cell("runs", "run", "Steps") == "2 / 10"
 

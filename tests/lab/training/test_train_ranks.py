@@ -33,7 +33,7 @@ from affine_attention.lab.training.trainer_arguments import make_loss
 from tests.nn.test_distributed import free_port
 
 from .runs import differences, tiny_recipe, write_text
-from .test_train import SPLITS
+from .test_train_splits import SPLITS
 
 WORLD = 2
 
