@@ -1,4 +1,4 @@
-"""The benchmarks run, on small shapes, and their numbers mean what they say."""
+"""The benchmarks run on small shapes, and their numbers are correct."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_every_target_of_the_loop_benchmark_names_a_measured_row(monkeypatch):
     assert set(loop.TARGETS) <= measured
 
 
-def test_a_variant_that_raises_becomes_a_row_and_the_others_go_on(capsys):
+def test_a_variant_that_raises_becomes_a_row_and_the_others_run(capsys):
     def broken():
         raise RuntimeError("no such kernel\nand much more")
 

@@ -1,4 +1,4 @@
-"""The command: what it says, what it returns, and one run through all of its verbs."""
+"""The command line: output, exit codes, and one run through all commands."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         ),
     ],
 )
-def test_errors_are_one_line_that_names_the_way_out(arguments, words, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line_that_explains_what_to_do(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
     assert main(arguments) == 2
@@ -149,7 +149,7 @@ def test_an_empty_path_is_not_the_working_directory(option, capsys):
     assert "must not be an empty string" in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_one_line_too(monkeypatch, capsys):
+def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
     monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
     monkeypatch.setattr("affine_attention.recipes.RECIPES", None)
     assert main(["recipes"]) == 1

@@ -1,4 +1,4 @@
-"""Files that may be hostile are read within bounds; files that are written are new ones, whole or absent."""
+"""Untrusted files are read within limits; files are written atomically."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from affine_attention.files import (
 )
 
 
-def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_or_a_device_is_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     for path in (tmp_path / "manifest.json", tmp_path.joinpath("/dev/zero")):
         with pytest.raises(ValueError, match="must be a regular file"):
@@ -42,7 +42,7 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
         (b"", "line 1"),
     ],
 )
-def test_what_is_no_json_is_one_sentence_with_the_file(content, words, tmp_path):
+def test_invalid_json_is_one_sentence_with_the_file(content, words, tmp_path):
     path = tmp_path / "recipe.json"
     path.write_bytes(content)
     with pytest.raises(ValueError) as error:
@@ -61,7 +61,7 @@ def test_json_of_another_kind_is_named(tmp_path):
         list(read_lines(tmp_path / "log.jsonl"))
 
 
-def test_a_file_has_a_largest_size_plain_or_unpacked(tmp_path):
+def test_files_have_a_size_limit_plain_or_decompressed(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 101)
     with pytest.raises(ValueError, match="at most 100 bytes"):
         read_bytes(tmp_path / "a", 100)
@@ -94,14 +94,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_lines_are_not_added_to_what_a_link_leads_to(tmp_path):
+def test_links_are_not_followed_when_appending(tmp_path):
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="got a link"):
         open_for_appending(tmp_path / "events.jsonl")
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_json_is_strict_and_written_whole(tmp_path):
+def test_json_is_strict_and_written_atomically(tmp_path):
     path = tmp_path / "deep" / "file.json"
     write_json(path, {"a": math.nan, "b": [math.inf, 1.5], "c": torch.tensor([1.0, 2.0]), "d": tmp_path})
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
@@ -119,7 +119,7 @@ def test_json_is_strict_and_written_whole(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
 
 
-def test_a_line_that_was_cut_off_is_not_a_step(tmp_path):
+def test_an_incomplete_line_is_not_a_step(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [line["step"] for line in read_lines(path)] == [1, 2]

@@ -1,4 +1,4 @@
-"""The wheel builds, holds what it should and nothing else, and works where it is installed."""
+"""The wheel builds, has the right content, and works when installed elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Kills and signals training runs, fills their disk, turns their clock back, and stops studies.
 
-Each is started again and must end like one that was not stopped.
+Each is started again and must end like an uninterrupted one.
 
 Every process is a fork of this one, which has imported everything and started no thread.
 """
@@ -112,7 +112,7 @@ def _signalled(crashes: Crashes, number: int, which: int, seconds: float) -> str
 
 
 def _without_room(crashes: Crashes, number: int, limit: int) -> str | None:
-    """A run whose files cannot grow beyond `limit` bytes, as on a full disk; then the same command with room."""
+    """A run whose files cannot grow beyond `limit` bytes, like a full disk; then the command without it."""
     run = crashes.folder / f"full-{number}"
     output = run.with_suffix(".txt")
 
@@ -128,7 +128,7 @@ def _without_room(crashes: Crashes, number: int, limit: int) -> str | None:
 
 
 def _backwards(crashes: Crashes, number: int, seconds: float) -> str | None:
-    """A run whose clock goes back by hours in every second, killed after a while; then the same with a right clock."""
+    """A run whose clock goes back by hours in every second, killed after a while; then with a correct clock."""
     run = crashes.folder / f"clock-{number}"
     output = run.with_suffix(".txt")
 
@@ -145,7 +145,7 @@ def _backwards(crashes: Crashes, number: int, seconds: float) -> str | None:
 
 
 def _resumed(crashes: Crashes, run: Path, output: Path) -> str | None:
-    """Runs the same command again; what differs from the run that was not stopped."""
+    """Runs the same command again; returns the differences to the uninterrupted run."""
     if exit_code(run_in_fork(lambda: crashes.train(run), output)):
         return f"did not resume: {output.read_text()[-500:]}"
     found = differences(run, crashes.whole)

@@ -20,7 +20,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_part_of_the_battery_survives(name, tmp_path, monkeypatch):
+def test_a_part_of_the_attacks_passes(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTACK_WITHOUT_BROWSER", "1")  # test_chromium.py has one
     monkeypatch.chdir(tmp_path)
     battery = Battery(name, time.monotonic() + 12)
@@ -29,7 +29,7 @@ def test_a_part_of_the_battery_survives(name, tmp_path, monkeypatch):
     assert sum(row.tried for row in battery.rows) >= 3
 
 
-def test_the_table_counts_and_names_what_fell_short():
+def test_the_table_counts_and_lists_failures():
     battery = Battery("one", time.monotonic() + 60)
     row = battery.run("two", [lambda: None, lambda: "bad", lambda: 1 / 0])
     assert (row.tried, row.survived) == (3, 1)
@@ -43,7 +43,7 @@ def test_the_table_counts_and_names_what_fell_short():
     assert text.endswith("| all | | 3 | 1 | 2 |")
 
 
-def test_the_page_holds_the_table_with_nothing_fallen_short():
+def test_the_page_holds_the_table_without_failures():
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     last = next(line for line in reversed(lines) if line.startswith("| all"))

@@ -1,4 +1,4 @@
-"""Estimates against what they estimate: parameters, operations that a counter counts, tensors that autograd keeps."""
+"""Estimates against measurements: parameters, counted operations, tensors that autograd stores."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_utilisation_is_the_share_of_the_peak(monkeypatch):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("mechanism", ["softmax", "affine"])
-def test_activations_are_known_to_a_third(half, mechanism):
-    """Against the bytes that autograd keeps, weights left out; two depths, so that only the layers count."""
+def test_activations_are_estimated_within_a_third(half, mechanism):
+    """Against the bytes that autograd stores without weights; two depths, so that only the layers count."""
     kept = []
     for layers in (2, 4):
         model = student("llama-1m", mechanism, num_hidden_layers=layers).train()

@@ -90,7 +90,7 @@ def test_a_log_without_finite_norms_gives_a_result(tmp_path):
     assert "and 80 more" in many["missing"][1]
     log = write_log(tmp_path / "log.jsonl", [1.0, 2.0])
     log.write_text(log.read_text() + '{"step": 3, "grad_')
-    assert gradient_statistics(log)["count"] == 2, "a line that was cut off is not a step"
+    assert gradient_statistics(log)["count"] == 2, "an incomplete line is not a step"
 
 
 def test_the_example_in_the_docstring_runs():
@@ -99,7 +99,7 @@ def test_the_example_in_the_docstring_runs():
     assert results.failed == 0
 
 
-def test_unusable_logs_are_refused(tmp_path):
+def test_unusable_logs_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"log\.jsonl"):
         gradient_statistics(tmp_path)
     with pytest.raises(ValueError, match="integer step"):

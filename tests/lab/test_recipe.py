@@ -1,4 +1,4 @@
-"""A recipe checks what it is given, and goes to JSON and back."""
+"""A recipe validates its settings and converts to and from JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_json_and_back():
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
-def test_settings_change_a_copy_and_reach_inside():
+def test_settings_change_a_copy_also_nested_ones():
     plain = Recipe()
     changed = plain.with_settings(
         {
@@ -98,7 +98,7 @@ def test_the_batch_is_the_product_or_an_error_with_numbers_that_work(batch, rank
         assert device_batch in (None, size)
 
 
-def test_an_uneven_batch_names_the_sizes_that_fit():
+def test_an_uneven_batch_lists_the_sizes_that_fit():
     with pytest.raises(ValueError) as error:
         Recipe(global_batch=16, device_batch=3).micro_batches(2)
     assert "device_batch can be 1, 2, 4, 8" in str(error.value)

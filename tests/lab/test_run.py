@@ -1,4 +1,4 @@
-"""A run's files are whole or absent, and say what is wrong with them."""
+"""The files of a run folder, and errors about them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_what_is_not_a_run_is_named(tmp_path):
         open_run(tmp_path).recipe()
 
 
-def test_an_empty_name_is_no_folder():
+def test_an_empty_folder_name_is_rejected():
     with pytest.raises(ValueError, match="must not be an empty string"):
         RunFolder("")
 
 
-def test_a_run_remembers_its_recipe_and_events(tmp_path):
+def test_a_run_stores_its_recipe_and_events(tmp_path):
     run = RunFolder(tmp_path / "run")
     assert not run.exists
     assert run.log() == []
@@ -39,7 +39,7 @@ def test_a_run_remembers_its_recipe_and_events(tmp_path):
     assert [(event["event"], event.get("loss")) for event in run.events()] == [("start", None), ("stop", None)]
 
 
-def test_a_kept_run_may_be_compressed(tmp_path):
+def test_a_stored_run_may_be_compressed(tmp_path):
     run = RunFolder(tmp_path)
     lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in (1, 2, 3))
     run.log_file.with_name("log.jsonl.xz").write_bytes(lzma.compress(lines.encode()))

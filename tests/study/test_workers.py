@@ -1,4 +1,4 @@
-"""Students side by side are the students one after the other; what goes wrong in a process is said by the parent."""
+"""Parallel students equal sequential ones, and the parent reports failures of its workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table():
     return LiveTable([(job.name, 1) for job in JOBS], quiet=True)
 
 
-def test_every_job_is_done_and_told_of(tmp_path):
+def test_every_job_is_done_and_reported(tmp_path):
     shown = table()
     run_in_parallel(JOBS, Note(tmp_path, seconds=0.3), 2, shown)
     processes = {(tmp_path / job.name).read_text() for job in JOBS}
@@ -41,7 +41,7 @@ def test_every_job_is_done_and_told_of(tmp_path):
     }
 
 
-def test_a_failure_names_the_job_and_begins_no_other(tmp_path):
+def test_a_failure_names_the_job_and_starts_no_other(tmp_path):
     with pytest.raises(ValueError, match="job0: ValueError: the sky is falling"):
         run_in_parallel(JOBS, Note(tmp_path, fails="job0", seconds=2.0), 2, table())
     assert not (tmp_path / "job4").exists()
@@ -68,7 +68,7 @@ def test_a_signal_ends_all_of_them(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_students_side_by_side_are_those_one_after_the_other(tmp_path):
+def test_parallel_students_equal_sequential_ones(tmp_path):
     text = tmp_path / "stories.txt"
     text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))
     settings = {**SETTINGS, "data": (str(text),), "heldout": 0.2, "steps": 4, "warmup_steps": 1, "decay_steps": 1}
@@ -92,7 +92,7 @@ def test_students_side_by_side_are_those_one_after_the_other(tmp_path):
     assert page.read_text().count("affine") > 1
 
 
-def test_less_than_one_at_a_time_is_refused(tmp_path):
+def test_parallel_below_one_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="parallel must be at least 1, got 0"):
         run_study(Plan(), tmp_path, parallel=0)
 
@@ -105,7 +105,7 @@ def test_ranks_of_torchrun_do_not_start_processes(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_saves_every_student_and_the_same_command_goes_on(tmp_path):
+def test_a_signal_saves_every_student_and_the_same_command_resumes(tmp_path):
     text = tmp_path / "stories.txt"
     text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))
     command = [

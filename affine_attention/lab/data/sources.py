@@ -83,7 +83,7 @@ def find_sources(names: str | Path | Iterable[str | Path]) -> list[Source]:
         found += _find(name)
     seen: set[str] = set()
     for source in found:
-        key = str(source.path.resolve()) if isinstance(source, TextFile | SavedDataset) else source.name
+        key = str(source.path.resolve()) if isinstance(source, _LocalSource) else source.name
         if key in seen:
             raise ValueError(f"{source.name} is given twice, so its text would count twice")
         seen.add(key)
@@ -105,8 +105,8 @@ def read_documents(
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """A file on this machine."""
+class _LocalSource:
+    """A file or folder on this machine."""
 
     path: Path
 
@@ -115,24 +115,27 @@ class TextFile:
         return str(self.path)
 
     def identity(self) -> dict[str, Any]:
-        return _file_identity(self.path)
+        raise NotImplementedError
 
     def read(self, layout: Layout) -> Iterator[str]:
-        yield from read_file(self.path, *layout)
+        raise NotImplementedError
 
     def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
         return CountedStream(self, layout, rank, ranks)
 
 
-@dataclass(frozen=True)
-class SavedDataset:
+class TextFile(_LocalSource):
+    """A text, jsonl or parquet file."""
+
+    def identity(self) -> dict[str, Any]:
+        return _file_identity(self.path)
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        yield from read_file(self.path, *layout)
+
+
+class SavedDataset(_LocalSource):
     """A folder that `Dataset.save_to_disk` wrote."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
 
     def identity(self) -> dict[str, Any]:
         listed = read_table(self.path / "state.json").get("_data_files")
@@ -149,9 +152,6 @@ class SavedDataset:
         except Exception as error:  # the library raises pyarrow's, json's and its own
             raise ValueError(f"{self.path}: cannot be opened as a saved dataset ({error})") from error
         yield from _rows(dataset, layout.text_column, self.name)
-
-    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
-        return CountedStream(self, layout, rank, ranks)
 
 
 @dataclass(frozen=True)

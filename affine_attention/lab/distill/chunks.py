@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .row_loss import SCRATCH_COPIES, row_loss
-from .terms import Terms
+from .terms import LogitRows, Terms
 
 IGNORED = -100
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}  # of the student's logits; measured in benchmarks/distill.py
@@ -281,8 +281,11 @@ def _rows_loss(
     for start in range(0, len(labels_C), rows):
         block = slice(start, start + rows)
         rows_function(
-            student_CV[block], None if teacher_CV is None else teacher_CV[block], labels_C[block], work.terms,
-            work.softcap, teacher_softcap, kd_C[block], ce_C[block], grad,
+            LogitRows(
+                student_CV[block], None if teacher_CV is None else teacher_CV[block], labels_C[block], work.terms,
+                work.softcap, teacher_softcap, kd_C[block], ce_C[block],
+            ),
+            grad,
         )  # fmt: skip
 
 

@@ -10,28 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .terms import Terms
+from .terms import LogitRows
 
 SCRATCH_COPIES = 5  # `row_loss` needs at most this many buffers of the size of its rows
 
 
-def row_loss(
-    student_CV: Tensor,
-    teacher_CV: Tensor | None,
-    labels_C: Tensor,
-    terms: Terms,
-    softcap: float | None,
-    teacher_softcap: float | None,
-    kd_C: Tensor,
-    ce_C: Tensor,
-    grad: bool,
-    scratch: Tensor | None = None,
-) -> None:
-    """Writes `kd_C` and `ce_C`, and overwrites `student_CV` with the gradient of the logits if `grad` is set.
+def row_loss(rows: LogitRows, grad: bool, scratch: Tensor | None = None) -> None:
+    """Writes kd and ce of each row, and overwrites the student's logits with their gradient if `grad` is set.
 
     One exponential per logit; everything else is done in place. `scratch` [SCRATCH_COPIES, rows, V] is working memory;
     without it, buffers are allocated. The teacher's logits are overwritten.
     """
+    student_CV, teacher_CV, labels_C, terms, softcap, teacher_softcap, kd_C, ce_C = rows
     temperature, dtype = terms.temperature, kd_C.dtype
     x_out, capped_out, y_out, cold_out, p_out = (
         [None] * SCRATCH_COPIES if scratch is None else scratch[:, : len(labels_C)]

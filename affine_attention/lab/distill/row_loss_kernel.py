@@ -19,9 +19,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .terms import Terms
+from .terms import LogitRows
 
 BLOCK, WARPS = 1024, 8  # measured on an H200
 
@@ -111,25 +110,16 @@ def row_loss_kernel(
             tl.store(student + columns, grad.to(student_CV.dtype.element_ty), mask=inside)
 
 
-def fused_row_loss(
-    student_CV: Tensor,
-    teacher_CV: Tensor | None,
-    labels_C: Tensor,
-    terms: Terms,
-    softcap: float | None,
-    teacher_softcap: float | None,
-    kd_C: Tensor,
-    ce_C: Tensor,
-    grad: bool,
-) -> None:
+def fused_row_loss(rows: LogitRows, grad: bool) -> None:
     """`row_loss` as one Triton kernel."""
-    rows, vocabulary = student_CV.shape
+    student_CV, teacher_CV, labels_C, terms, softcap, teacher_softcap, kd_C, ce_C = rows
+    count, vocabulary = student_CV.shape
     teacher = student_CV if teacher_CV is None else teacher_CV
     assert student_CV.stride(1) == teacher.stride(1) == 1
-    if not rows:
+    if not count:
         return
     with torch.cuda.device_of(student_CV):  # no effect for CPU tensors
-        row_loss_kernel[(rows,)](
+        row_loss_kernel[(count,)](
             student_CV, teacher, labels_C, kd_C, ce_C, vocabulary, student_CV.stride(0), teacher.stride(0),
             float(terms.kd_weight), float(terms.ce_weight), float(terms.temperature), softcap or 1.0,
             teacher_softcap or 1.0, TEACHER=teacher_CV is not None, HOT=terms.temperature != 1.0,

@@ -1,9 +1,12 @@
-"""The settings of the distillation loss: weights, temperature and divergence."""
+"""The settings of the distillation loss, and the rows of logits that it is computed for."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 DIVERGENCES = ("forward_kl", "soft_cross_entropy")
 
@@ -28,3 +31,16 @@ class Terms:
             raise ValueError(f"temperature must be a finite number above 0, got {self.temperature}")
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {self.divergence!r}")
+
+
+class LogitRows(NamedTuple):
+    """A few rows of logits before the soft cap. kd and ce are written to `kd_C` and `ce_C`."""
+
+    student_CV: Tensor
+    teacher_CV: Tensor | None
+    labels_C: Tensor
+    terms: Terms
+    softcap: float | None
+    teacher_softcap: float | None
+    kd_C: Tensor
+    ce_C: Tensor

@@ -40,4 +40,5 @@ def _copied(function: Any) -> types.FunctionType:
     code, name = function.__code__.replace(), function.__name__
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    functools.update_wrapper(copy, function)
+    return copy

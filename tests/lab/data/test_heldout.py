@@ -1,4 +1,4 @@
-"""Which documents are held out is decided by their text alone."""
+"""Held-out documents depend only on their text."""
 
 from __future__ import annotations
 

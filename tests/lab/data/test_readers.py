@@ -1,4 +1,4 @@
-"""Files of every kind give their documents, and what is wrong with a file is named with its place."""
+"""Files of every kind give their documents, and errors name the file and the position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_empty_line_a_line_or_the_file_ends_a_document(tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
-def test_compressed_files_and_cut_ones(tmp_path, suffix, module):
+def test_compressed_and_truncated_files(tmp_path, suffix, module):
     plain = write_text(tmp_path / "a.txt", DOCUMENTS * 50)
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(module.compress(plain.read_bytes()))
@@ -96,7 +96,7 @@ def test_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
-def test_a_cut_parquet_file_is_named(tmp_path, keep):
+def test_a_truncated_parquet_file_is_reported(tmp_path, keep):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": DOCUMENTS}), path)
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size) if keep < 1 else keep])
@@ -116,7 +116,7 @@ def test_parquet_with_bytes_changed_inside_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.csv", "a", "a.xz", "a.parquet.gz", "a.txt.zst"])
-def test_other_extensions_are_refused(tmp_path, name):
+def test_other_extensions_are_rejected(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(json.dumps({"text": "a"}).encode())
     assert kind_of(path) is None
@@ -126,7 +126,7 @@ def test_other_extensions_are_refused(tmp_path, name):
     assert ".jsonl" in str(error.value)
 
 
-def test_a_line_or_document_without_end_is_refused(tmp_path, monkeypatch):
+def test_a_line_or_document_without_end_is_rejected(tmp_path, monkeypatch):
     from affine_attention.lab.data import readers
 
     monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)

@@ -1,4 +1,4 @@
-"""Names of sources lead to documents: files, folders, patterns, saved datasets and datasets of the library."""
+"""Documents of files, folders, patterns, saved datasets and hub datasets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_files_folders_and_patterns(folder):
     assert list(read_documents([folder / "b.txt", folder / "a.jsonl"])) == SECOND + FIRST
 
 
-def test_names_that_lead_nowhere(folder):
+def test_sources_that_do_not_exist(folder):
     for name, kind, message in (
         (folder / "b.tx", FileNotFoundError, f"did you mean {folder / 'b.txt'}?"),
         (folder / "*.parquet", FileNotFoundError, "no file matches"),
@@ -179,7 +179,7 @@ def test_the_text_that_ships_with_the_package():
         list(read_documents("embedded:shakespeare"))
 
 
-def test_links_in_a_circle_end(tmp_path):
+def test_cyclic_links_are_not_followed(tmp_path):
     folder = tmp_path
     for name in "abc":
         folder = folder / name

@@ -1,4 +1,4 @@
-"""The chunked loss is the plain formula, value and every gradient: against fp64, and against other libraries."""
+"""The chunked loss equals the plain formula in value and gradients: against fp64, and against other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from affine_attention.lab.distill.chunks import IGNORED, Head, LossParts, chunked_loss, row_loss
-from affine_attention.lab.distill.terms import Terms
+from affine_attention.lab.distill.terms import LogitRows, Terms
 
 TOKENS, VOCABULARY, WIDTH, TEACHER_WIDTH = 23, 67, 12, 20
 LEAVES = ("hidden", "weight", "bias")
@@ -242,7 +242,7 @@ def test_kd_and_its_gradient_are_zero_for_equal_logits():
     rows = torch.randn(3, 8)
     kd, ce = torch.zeros(3), torch.zeros(3)
     expected = F.cross_entropy(rows, torch.tensor([0, 1, 2]), reduction="none")
-    row_loss(rows, rows.clone(), torch.tensor([0, 1, 2]), Terms(), None, None, kd, ce, True)
+    row_loss(LogitRows(rows, rows.clone(), torch.tensor([0, 1, 2]), Terms(), None, None, kd, ce), True)
     torch.testing.assert_close(kd, torch.zeros(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(rows, torch.zeros(3, 8), atol=1e-6, rtol=0)  # now the gradient
     torch.testing.assert_close(ce, expected)

@@ -1,4 +1,4 @@
-"""Where a model's logits come from: tied, scaled and capped heads are served, anything else is refused by name."""
+"""Where a model's logits come from: tied, scaled and capped heads are supported, anything else raises."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_scaled_and_capped_families(family, changes):
     assert all(getattr(config, name) == value for name, value in changes.items()), "the configuration came back"
 
 
-def test_a_head_that_does_more_is_refused():
+def test_a_head_that_does_more_is_rejected():
     class Odd(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)

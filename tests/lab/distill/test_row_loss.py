@@ -1,4 +1,4 @@
-"""Rows of logits against fp64, where fp32 has it hard: offsets, peaks, soft caps, temperatures."""
+"""Row losses against fp64 in difficult cases for fp32: offsets, peaks, soft caps, temperatures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from affine_attention.lab.distill.chunks import Head, chunked_loss
 from affine_attention.lab.distill.row_loss import SCRATCH_COPIES, row_loss
-from affine_attention.lab.distill.terms import Terms
+from affine_attention.lab.distill.terms import LogitRows, Terms
 
 ROWS, VOCABULARY = 6, 3001
 LOGITS = {  # name: (student's spread and offset, teacher's spread and offset)
@@ -55,7 +55,7 @@ def plain(student, teacher, labels, terms, cap, teacher_cap):
 def ours(student, teacher, labels, terms, cap, teacher_cap, scratch=None):
     student, teacher = student.clone(), teacher.clone()
     kd, ce = torch.empty(2, ROWS)
-    row_loss(student, teacher, labels, terms, cap, teacher_cap, kd, ce, True, scratch)
+    row_loss(LogitRows(student, teacher, labels, terms, cap, teacher_cap, kd, ce), True, scratch)
     return kd, ce, student
 
 

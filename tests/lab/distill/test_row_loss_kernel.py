@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from affine_attention.lab.distill.chunks import Head, chunked_loss, row_loss
-from affine_attention.lab.distill.terms import Terms
+from affine_attention.lab.distill.terms import LogitRows, Terms
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -44,7 +44,7 @@ def rows_of(function, dtype, terms, vocabulary, caps, grad=True, tokens=5):
     labels[0], labels[1] = vocabulary - 1, 0
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     kd, ce = (torch.zeros(tokens, dtype=sums, device=DEVICE) for _ in range(2))
-    function(student, teacher if terms.kd_weight else None, labels, terms, *caps, kd, ce, grad)
+    function(LogitRows(student, teacher if terms.kd_weight else None, labels, terms, *caps, kd, ce), grad)
     return {"kd": kd, "ce": ce, "grad": student}
 
 

@@ -1,4 +1,4 @@
-"""A remembered teacher says what a running one says, is run once for all students, and once more when it changes."""
+"""Cached teacher states equal those of a running teacher, and are computed once for all students."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def losses(run):
 
 
 def test_a_student_learns_the_same(place):
-    """Not bit for bit: the pass over the text has batches of other sequences, and BLAS rounds otherwise."""
+    """Not bitwise equal: the pass over the text batches sequences differently, so BLAS rounds differently."""
     running = losses(student_of(place, "running"))
     remembered = losses(student_of(place, "once", remember_teacher=True))
     assert torch.tensor(remembered) == pytest.approx(torch.tensor(running), rel=2e-5)
@@ -86,7 +86,7 @@ def test_each_sequence_comes_with_its_own_states(place):
         torch.testing.assert_close(example[TEACHER_HIDDEN], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_survives_the_disk(place):
+def test_bfloat16_is_stored_exactly(place):
     teacher = make_model("llama", "softmax").requires_grad_(False).eval().bfloat16()
     sequences = load_corpus(recipe(place), place / "cache").train_dataset(8, seed=0)
     sequences.ids = sequences.ids % teacher.config.vocab_size
@@ -123,7 +123,7 @@ def test_another_teacher_or_text_is_another_file(place):
     assert files() == 3
 
 
-def test_no_room_is_said_before_the_pass(place, monkeypatch):
+def test_missing_disk_space_is_reported_before_the_pass(place, monkeypatch):
     from affine_attention.lab.distill import teacher_cache
 
     usage = shutil.disk_usage(place)
@@ -132,12 +132,12 @@ def test_no_room_is_said_before_the_pass(place, monkeypatch):
         student_of(place, "no-room", cache="cache3", remember_teacher=True)
 
 
-def test_a_stream_cannot_be_remembered(place):
-    with pytest.raises(ValueError, match=re.escape("remember_teacher=true needs data that is read whole")):
+def test_a_stream_cannot_be_cached(place):
+    with pytest.raises(ValueError, match=re.escape("remember_teacher=true cannot be combined with streaming=true")):
         recipe(place, teacher="any", remember_teacher=True, streaming=True, tokenizer="any")
 
 
-def test_a_packing_without_boundaries_is_remembered_too(place):
+def test_a_packing_without_boundaries_is_cached_too(place):
     corpus = prepare(
         place / "text.txt", sequence_length=32, tokenizer=str(place / "teacher/model"), cache=place / "cache"
     )

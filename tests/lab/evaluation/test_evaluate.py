@@ -107,7 +107,7 @@ def test_a_checkpoint_and_a_model_give_what_the_run_gives(place, tmp_path):
     assert loaded["made"]["model"] is not None
 
 
-def test_neither_batch_size_nor_order_is_seen(place, tmp_path):
+def test_scores_do_not_depend_on_batch_size_or_order(place, tmp_path):
     """Through both engines, over shuffled files: the numbers are equal; perplexities to six digits."""
     tasks = ["piqa", "arc_easy", "lambada_openai"]
     for seed, folder in ((0, tmp_path / "a"), (1, tmp_path / "b")):
@@ -159,7 +159,7 @@ def test_the_length_is_the_one_of_training(place):
     assert default_length(plain_model("gpt2"), None) == 512, "all that it can read"
 
 
-def test_another_dtype_is_loaded_and_said(place):
+def test_another_dtype_is_loaded_and_recorded(place):
     texts = {"held": place / "held.jsonl"}
     exact = evaluate(place / "run" / "model", perplexity=texts, length=40, device="cpu")
     cast = evaluate(place / "run" / "model", perplexity=texts, length=40, device="cpu", dtype="bfloat16")
@@ -185,7 +185,7 @@ def test_where_the_file_goes(tmp_path):
     assert merge(tmp_path / "none.json", new, "id") == new
 
 
-def test_errors_name_the_way_out(place, tmp_path):
+def test_errors_explain_what_to_do(place, tmp_path):
     model = place / "run" / "model"
     cases = [
         (FileNotFoundError, "is not a folder", {"path": tmp_path / "none"}),

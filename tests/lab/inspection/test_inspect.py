@@ -235,7 +235,7 @@ def test_a_model_of_our_own_layers():
 
 
 @pytest.mark.parametrize("sequences", [0, 1])
-def test_few_sequences_are_a_result_that_says_so(sequences, tokenizer):
+def test_few_sequences_are_a_result_with_a_note(sequences, tokenizer):
     result = inspect(tiny(), text=DOCUMENTS, tokenizer=tokenizer, sequences=sequences, length=30)
     json.dumps(result, allow_nan=False)
     assert result["sequences"] == sequences
@@ -245,7 +245,7 @@ def test_few_sequences_are_a_result_that_says_so(sequences, tokenizer):
         assert result["maps"] is None
 
 
-def test_numbers_that_are_not_finite_are_told(tokenizer):
+def test_numbers_that_are_not_finite_are_reported(tokenizer):
     model = tiny(dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.nan)
@@ -263,7 +263,7 @@ def test_longer_than_the_model_is_cut_and_told(tokenizer):
     assert any("32 positions" in each for each in result["missing"])
 
 
-def test_unusable_input_is_refused(tmp_path, tokenizer):
+def test_unusable_input_is_rejected(tmp_path, tokenizer):
     model = tiny()
     with pytest.raises(FileNotFoundError, match="no finished model"):
         inspect(tmp_path, text=DOCUMENTS)
@@ -282,7 +282,7 @@ def test_unusable_input_is_refused(tmp_path, tokenizer):
         inspect(model, text=DOCUMENTS, tokenizer=tokenizer, device="cpu")
 
 
-def test_the_benchmark_weighs_a_layer():
+def test_the_benchmark_measures_a_layer():
     found = inspect_layer("affine", 64, "bfloat16")
     assert found["peak"] >= found["before"] > 2**27
     assert found["seconds"] > 0

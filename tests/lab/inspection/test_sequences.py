@@ -1,4 +1,4 @@
-"""Text to the sequences a model is looked at: files, documents, ids, and what is missing."""
+"""Sequences for inspection from files, documents and ids, and notes about what is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ids_of(tokenizer, documents):
     return [i for text in documents for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
 
 
-def test_documents_stand_one_after_the_other(tokenizer):
+def test_documents_are_concatenated(tokenizer):
     found = find_sequences(DOCUMENTS, tokenizer, 4, 30)
     flat = torch.cat([each["input_ids"][0] for each in found.inputs]).tolist()
     assert flat == ids_of(tokenizer, DOCUMENTS)[:120]
@@ -77,7 +77,7 @@ def test_only_what_is_needed_is_read(tokenizer):
     assert len(find_sequences(documents(), tokenizer, 2, 30).inputs) == 2
 
 
-def test_what_is_missing_is_told(tokenizer):
+def test_what_is_missing_is_reported(tokenizer):
     few = find_sequences(DOCUMENTS[:1], tokenizer, 10, 20)
     assert 0 < len(few.inputs) < 10
     assert few.missing == [f"the text given has {len(few.inputs)} of the 10 requested sequences"]
@@ -90,7 +90,7 @@ def test_what_is_missing_is_told(tokenizer):
         assert found.fingerprint()
 
 
-def test_unusable_text_is_refused(tokenizer, tmp_path):
+def test_unusable_text_is_rejected(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="list of documents"):
         find_sequences("Once upon a time", tokenizer, 1, 30)
     with pytest.raises(ValueError, match="tokenizer is missing"):

@@ -1,4 +1,4 @@
-"""Writes run folders as the stages of the lab write them, with made-up numbers: what the report has to read."""
+"""Writes run folders like the stages of the lab do, with made-up numbers, for the report to read."""
 
 from __future__ import annotations
 

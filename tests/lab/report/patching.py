@@ -1,4 +1,4 @@
-"""Sets single numbers of run folders, so that a test knows the difference that a report has to find."""
+"""Sets single numbers of run folders, so that tests know the difference that the report must find."""
 
 from __future__ import annotations
 

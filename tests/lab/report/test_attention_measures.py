@@ -1,4 +1,4 @@
-"""Numbers of the inspection that claims rest on; the softmax part of the first token against a direct measurement."""
+"""The statistics behind the claims; the softmax part of the first token against a direct measurement."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_the_first_token_of_the_softmax_part_is_what_the_weights_say(name):
         assert measured.first_token(run) != pytest.approx(direct, rel=0.05)
 
 
-def test_what_the_means_do_not_hold_is_not_guessed():
+def test_missing_means_give_nan():
     run, _ = inspected(Mechanism.named("affine", bias_length=N))
     for changes in ({"bias_length": "visible"}, {"bias_length": LENGTH - 1}, {"sink": "learned"}):
         other = Run(run.folder, {}, inspection={**run.inspection, "mechanism": run.inspection["mechanism"] | changes})
@@ -88,7 +88,7 @@ def test_spreads_are_those_over_the_heads_of_a_layer():
 
 
 @pytest.mark.parametrize("inspection", [{}, {"mechanism": {}, "first_token": {"mean": [[0.1]]}}, {"row_sum": None}])
-def test_holes_are_nan(inspection):
+def test_missing_values_are_nan(inspection):
     run = Run(RunFolder("nowhere"), {}, inspection=inspection)
     for read in (measured.first_token_of_softmax, measured.entropy_of_bias, measured.total_weight_spread,
                  measured.scaled_weight_spread, measured.entropy_spread, measured.row_sum_spread):  # fmt: skip

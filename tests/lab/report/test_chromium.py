@@ -66,7 +66,7 @@ def check_quiet(tab, path):
 
 
 def keep(tab, name, tmp_path):
-    """A screenshot that is no blank sheet."""
+    """A screenshot that is not blank."""
     folder = Path(os.environ.get("REPORT_PICTURES") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     taken = tab.picture(folder / f"{name}.png")
@@ -110,7 +110,7 @@ def test_a_line_can_be_read_and_switched_off(tab, path):
     assert tab.run(count) == before
 
 
-def test_keys_walk_along_a_line(tab):
+def test_arrow_keys_move_along_a_line(tab):
     tab.run("document.querySelector('#figure-4 .stage').focus()")
     tab.key("ArrowRight")
     assert tab.run(READOUT).startswith("layer 0")
@@ -313,7 +313,7 @@ def test_hostile_text_does_nothing(browser, tmp_path):
     browser.call("Target.closeTarget", targetId=tab.target)
 
 
-def test_broken_and_tiny_runs_are_drawn_without_complaint(browser, tmp_path):
+def test_broken_and_tiny_runs_are_drawn_without_errors(browser, tmp_path):
     bare = make_run(tmp_path / "bare", "sink", steps=2, finished=False)
     for name in ("log.jsonl", "manifest.json", "inspection.json", "evaluation.json"):
         (bare / name).unlink()

@@ -66,7 +66,7 @@ def test_a_lower_loss_holds_against_softmax_and_not_against_a_better_sink(study)
     assert found["affine − sink", "c4 word PPL", ""].delta.mean > 0
 
 
-def test_the_first_token_is_judged_with_and_without_the_size_of_alpha(study):
+def test_the_first_token_is_compared_with_and_without_alpha(study):
     found = judged(study)["claim-first-token"]
     assert found["affine − softmax", "First token, w", ""].verdict == HOLDS
     part = found["affine − softmax", "First token, softmax part", ""]
@@ -115,13 +115,13 @@ def test_the_sigmoid_must_differ_in_nothing_else(study, tmp_path):
     key = ("affine − affine (sigmoid)", "Loss", "")
     assert judged(study)["claim-activation"][key].reason == "no run of affine (sigmoid)"
     other = [sigmoid(f"rate{seed}", seed, learning_rate=0.002) for seed in (0, 1, 2)]
-    assert judged(study + other)["claim-activation"][key].delta is None, "at another rate it says nothing"
+    assert judged(study + other)["claim-activation"][key].delta is None, "a run at another rate is not comparable"
     same = [sigmoid(f"same{seed}", seed) for seed in (0, 1, 2)]
     found = judged(study + same)["claim-activation"][key]
     assert (found.verdict, found.delta.seeds) == (HOLDS, 3)
 
 
-def test_each_student_is_judged_for_itself(study, tmp_path):
+def test_each_student_is_compared_separately(study, tmp_path):
     larger = make_study(tmp_path, (0, 1), ("softmax", "affine"), student="llama-30m")
     found = judged(study + larger)["claim-loss"]
     assert found["affine − softmax", "Loss", "student=llama-1m"].delta.seeds == 3

@@ -64,7 +64,7 @@ def test_seeds_are_pooled_and_other_bins_are_noted(tmp_path):
         {"edges": [0, 1], "counts": [None, [[1, 2]], [["x"]]]},
     ],
 )
-def test_broken_histograms_are_no_panels(tmp_path, broken):
+def test_broken_histograms_have_no_panels(tmp_path, broken):
     folder = make_run(tmp_path / "a", "affine", steps=2)
     inspection = json.loads((folder / "inspection.json").read_text())
     inspection["alpha"]["histogram"] = broken

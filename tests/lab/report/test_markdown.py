@@ -1,4 +1,4 @@
-"""The tables as markdown: the page's own numbers, hostile names as text, and a file whose other words stay."""
+"""The tables as markdown: the page's numbers, hostile names as text, and the rest of an existing file is kept."""
 
 import re
 
@@ -22,7 +22,7 @@ KEYS = {
     "Table 2: with an output gate": "table-2",
     "Table 4: gradient norm, steps 0–500": "table-4",
     "Table 5: spikes of the gradient norm, steps 0–500": "table-5",
-    "Perplexity in all its forms": "perplexity",
+    "Perplexity per token, word and byte": "perplexity",
     "The runs": "runs",
 }
 
@@ -109,9 +109,9 @@ def test_a_file_without_the_marks_is_left_alone(runs, tmp_path, words):
     with pytest.raises(ValueError, match=r"mine\.md exists without"):
         report([run.folder.path for run in runs], tmp_path / "r.html", markdown=path)
     assert path.read_text() == words
-    assert not (tmp_path / "r.html").exists(), "nothing is written when something is refused"
+    assert not (tmp_path / "r.html").exists(), "nothing is written after an error"
 
 
-def test_a_folder_is_refused(runs, tmp_path):
+def test_a_folder_is_rejected(runs, tmp_path):
     with pytest.raises(IsADirectoryError, match="markdown must be a file"):
         write_markdown(group_runs(runs), tmp_path)

@@ -39,7 +39,7 @@ def test_total_weights_are_shown_raw_and_scaled(tmp_path):
     assert np.allclose(scaled["panels"][0]["values"], expected, atol=1e-3)
 
 
-def test_heads_that_are_all_alike_scale_to_one(tmp_path):
+def test_equal_heads_scale_to_one(tmp_path):
     scaled = by_key(make_run(tmp_path / "a", "softmax", steps=2))["figure-5"]["views"][1]
     assert {value for row in scaled["panels"][0]["values"] for value in row} == {1.0}
 
@@ -52,7 +52,7 @@ def test_figure_11_is_the_activation_itself(tmp_path):
     assert lines["sigmoid"][2.0] == pytest.approx(1 / (1 + np.exp(-2)), rel=1e-4)
 
 
-def test_what_cannot_be_drawn_says_which_command_makes_it(tmp_path):
+def test_an_empty_figure_names_the_command_that_makes_its_data(tmp_path):
     folder = make_run(tmp_path / "a", "softmax", evaluated=False, inspected=False, finished=False)
     (folder / "log.jsonl").write_text("")
     found = by_key(folder)
@@ -62,7 +62,7 @@ def test_what_cannot_be_drawn_says_which_command_makes_it(tmp_path):
     assert "`affine train" in found["figure-7"]["missing"]
 
 
-def test_runs_with_other_layers_stand_side_by_side(tmp_path):
+def test_runs_with_different_layers_are_shown_together(tmp_path):
     folders = [make_run(tmp_path / "a", "softmax", steps=20, layers=2, heads=2)]
     folders.append(make_run(tmp_path / "b", "affine", steps=20, layers=5, heads=3))
     found = by_key(folders)

@@ -32,7 +32,7 @@ def asked(folders):
     return {q.key: {(c.name, c.measure.label, c.setting): c for c in q.comparisons} for q in found}
 
 
-def test_nothing_is_asked_where_nothing_was_run(tmp_path):
+def test_there_are_no_questions_without_runs(tmp_path):
     folders = make_pair(tmp_path, -0.1)
     assert asked(folders) == {}
     assert rates(group_runs(load_runs(folders))) == []
@@ -60,8 +60,8 @@ def test_distillation_against_text_is_a_difference_of_differences(tmp_path):
     found = asked(folders)["question-settings"]
     assert found["affine − softmax", "c4 word PPL", "no teacher"].verdict == HOLDS
     key = "(affine − softmax here) − (in the main setting)"
-    assert found[key, "ln c4 PPL", "no teacher"].delta.mean == pytest.approx(0.08)
-    assert found[key, "ln c4 PPL", "no teacher"].verdict == ""
+    assert found[key, "ln c4 word PPL", "no teacher"].delta.mean == pytest.approx(0.08)
+    assert found[key, "ln c4 word PPL", "no teacher"].verdict == ""
     assert (key, "Loss", "no teacher") not in found, "distillation and cross-entropy are different losses"
 
 

@@ -1,4 +1,4 @@
-"""The whole page: what it holds, and what it does with folders that are hostile, empty or broken."""
+"""The whole page: its content, and its behaviour for hostile, empty or broken folders."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def test_hostile_text_is_shown_and_never_markup(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [(), ("manifest.json",), ("log.jsonl",), ("evaluation.json",), ("inspection.json",)])
-def test_folders_with_parts_missing_make_a_page_that_says_so(tmp_path, keep):
+def test_folders_with_parts_missing_make_a_page_with_a_note(tmp_path, keep):
     whole = make_run(tmp_path / "whole", "affine", steps=20)
     part = tmp_path / "part"
     part.mkdir()
@@ -182,7 +182,7 @@ def test_an_old_report_is_replaced_whole(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r.html", "run"]
 
 
-def test_where_many_lines_meet_variants_wait_in_the_legend(tmp_path):
+def test_variants_are_hidden_at_first_if_there_are_many_lines(tmp_path):
     def asides(rates):
         runs = [make_run(tmp_path / f"{rates}-{n}", "affine", steps=2, learning_rate=1e-4 * n) for n in range(1, rates)]
         for seed in range(12):

@@ -123,7 +123,7 @@ def test_table_3_needs_both_activations(study, tmp_path):
     assert [row[2] for row in page.tables["table-3"][1:]] == ["linear_clipping", "sigmoid"]
 
 
-def test_the_papers_numbers_stand_beside_runs_of_its_own_setting_only(study, tmp_path):
+def test_the_papers_numbers_are_shown_only_for_its_own_setting(study, tmp_path):
     _, page = study
     assert "paper" not in page.kinds["table-1"]
     assert "No run here has that setting" in page.text

@@ -1,4 +1,4 @@
-"""Kills tiny runs with SIGKILL, resumes them, and counts those that end bit for bit like one that was never killed.
+"""Kills tiny runs with SIGKILL, resumes them, and counts those that end bitwise equal to an uninterrupted run.
 
     python -m tests.lab.training.crash --random 100 --every-file-operation
 
@@ -206,7 +206,7 @@ class Crashes:
             return f"did not resume: {output.read_text()[-800:]}"
         if not logged >= STEPS:
             begin = next(e for e in reversed(RunFolder(run).events()) if e["event"] in ("start", "resume"))
-            # A run that was killed while it saved step n may go on from the save before it.
+            # A run that was killed while it saved step n may resume from the save before it.
             saved = (max(logged - 1, 0) // SAVE_EVERY) * SAVE_EVERY
             if begin["step"] < saved:
                 return f"lost more than the steps since the last save: {logged} steps, resumed from {begin['step']}"

@@ -1,4 +1,4 @@
-"""The recipe in Trainer's words: who decays, which rates, what a step may not do."""
+"""DistillTrainer: weight decay, learning rates, the loss, and steps that are not finite."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_rates_warm_up_stay_and_decay(tmp_path, settings, expected):
 
 
 def test_the_loss_is_a_mean_over_the_tokens_of_all_micro_batches(tmp_path):
-    """Ragged masks: a mean of means would be another number. By hand, with the logits in the open."""
+    """With ragged masks a mean of means would differ. Computed by hand from the logits."""
     rows = make_rows()
     trainer = make_trainer(tmp_path, rows=rows, max_grad_norm=0.0, steps=1)
     model = build_student(trainer.recipe)
@@ -121,7 +121,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_optimizer(tmp_path, max
         assert torch.equal(tensor, kept), name
     scales = [m for m in trainer.model.modules() if hasattr(m, "collected")]
     assert len(scales) == 2
-    assert all(scale.collected.grad is None for scale in scales), "what the step saw of alpha is forgotten"
+    assert all(scale.collected.grad is None for scale in scales), "the alphas of the failed step are discarded"
 
 
 class Keep(TrainerCallback):

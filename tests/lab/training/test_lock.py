@@ -92,7 +92,7 @@ def test_other_files_in_a_run_are_kept(tmp_path):
     assert tmp_path.is_dir()
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path):
+def test_a_lock_that_is_a_link_is_rejected(tmp_path):
     run = make_run(tmp_path / "run")
     (run.path / ".lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="got a link"), lock_run(run, True):

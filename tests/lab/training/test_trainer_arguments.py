@@ -1,4 +1,4 @@
-"""The recipe in Trainer's words."""
+"""A recipe as TrainingArguments and loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_loss_of_a_recipe():
     assert (terms.kd_weight, terms.ce_weight, terms.temperature) == (0.5, 0.25, 2.0)
 
 
-def test_batches_are_checked_in_the_words_of_the_recipe(tmp_path):
+def test_batch_errors_use_the_names_of_the_recipe(tmp_path):
     arguments = training_arguments(Recipe(global_batch=12, device_batch=2), RunFolder(tmp_path), 3, device=CPU)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 2)
     with pytest.raises(ValueError) as error:
