@@ -80,16 +80,16 @@ def render(runs: list[Run], title: str | None = None, unreadable: dict[str, str]
         ("paper", "The paper’s own numbers", _paper_lead(groups) + papers),
     ]  # fmt: skip
     heading = title or "Affine-Scaled Attention: " + ", ".join(dict.fromkeys(g.recipe_name for g in groups))
-    aside = _aside(groups)
+    hidden = _initially_hidden(groups)
     data: dict[str, Any] = {
-        "groups": [_group_data(group, group in aside) for group in groups],
+        "groups": [_group_data(group, group in hidden) for group in groups],
         "figures": [figure for figure in drawn.values() if not figure.get("missing")],
         "maps": maps,
     }
     return page(short(heading), _lead(groups), sections, data)
 
 
-def _aside(groups: list[Group]) -> list[Group]:
+def _initially_hidden(groups: list[Group]) -> list[Group]:
     """The groups that charts with many lines hide at first: variants, and recipes with fewer runs."""
     if len(groups) <= MOST_GROUPS:
         return []
@@ -97,18 +97,18 @@ def _aside(groups: list[Group]) -> list[Group]:
     for group in groups:
         runs[group.recipe_name] = runs.get(group.recipe_name, 0) + len(group.runs)
     main = max(runs, key=runs.__getitem__)
-    aside = [group for group in groups if group.variant or group.recipe_name != main]
-    return aside if len(aside) < len(groups) else []
+    hidden = [group for group in groups if group.variant or group.recipe_name != main]
+    return hidden if len(hidden) < len(groups) else []
 
 
-def _group_data(group: Group, aside: bool) -> dict[str, Any]:
+def _group_data(group: Group, hidden: bool) -> dict[str, Any]:
     return {
         "label": short(group.label),
         "light": group.colour[0],
         "dark": group.colour[1],
         "dash": group.dash,
         "seeds": len(group.runs),
-        "aside": aside,
+        "aside": hidden,
     }
 
 
