@@ -113,7 +113,7 @@ def _add_evaluate(commands: Any) -> None:
     parser.add_argument(
         "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out text; repeatable"
     )
-    parser.add_argument("--tasks", help="comma-separated names; `paper`: the paper's six and LAMBADA")
+    parser.add_argument("--tasks", help="comma-separated; `paper`: the paper's six and LAMBADA")
     parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
     parser.add_argument("--limit", type=int, help="maximum number of items per task")
     parser.add_argument("--batch-size", type=int, help="sequences per forward (default: by device)")
@@ -183,9 +183,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Any) -> None:
-    parser = _command(
-        commands, "report", "write an HTML page with the paper's tables and figures for these runs", _report
-    )
+    parser = _command(commands, "report", "write one page with the paper's tables and figures", _report)
     parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", type=_path, default=Path("report.html"), help="(default: report.html)")
     parser.add_argument("--markdown", type=_path, metavar="FILE", help="also write the tables as GitHub markdown")
@@ -201,9 +199,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _add_gradients(commands: Any) -> None:
-    parser = _command(
-        commands, "gradients", "statistics of gradient norms, as in the paper's Tables 4 and 5", _gradients
-    )
+    parser = _command(commands, "gradients", "gradient-norm statistics, as in the paper's Tables 4 and 5", _gradients)
     parser.add_argument("logs", nargs="+", type=_path, metavar="LOG", help="run folder or log.jsonl")
     parser.add_argument("--steps", type=int, default=500, help="number of steps (default and paper: 500)")
 
@@ -221,12 +217,7 @@ def _add_tune(commands: Any) -> None:
         commands, "tune", "find and save the fastest tile sizes of the Triton kernels for this GPU", _tune
     )
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], metavar="D", help="default: 64 128")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="of the inputs (default: bfloat16)",
-    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
     parser.add_argument("--length", type=int, default=2048, metavar="T", help="of the sequences (default: 2048)")
 
 
@@ -290,27 +281,21 @@ def _add_study(commands: Any) -> None:
     parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
     _add_recipe_options(parser)
     parser.add_argument(
-        "--mechanisms",
-        default="softmax,sink,gated,affine,affine_gated",
-        help="comma-separated (default: %(default)s)",
+        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
     )
     parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
-    parser.add_argument(
-        "--teacher-steps", type=int, metavar="N", help="training steps of the teacher, if the study trains one"
-    )
+    parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
     parser.add_argument("--out", type=_path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
     parser.add_argument(
-        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a further held-out text; repeatable"
+        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out text; repeatable"
     )
-    parser.add_argument("--tasks", help="comma-separated names, or `paper`; offline use needs --task-data")
+    parser.add_argument("--tasks", help="comma-separated, or `paper`; offline use needs --task-data")
     parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
     _add_engine(parser)
     parser.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="number of students at a time, each in its own process"
+        "--parallel", type=int, default=1, metavar="N", help="students at a time, each in its own process"
     )
-    parser.add_argument(
-        "--discard-weights", action="store_true", help="keep logs and results, but not the students' weights"
-    )
+    parser.add_argument("--discard-weights", action="store_true", help="keep logs and results, not the weights")
     parser.add_argument("--plan", action="store_true", help="print the runs and their cost, then exit")
     parser.add_argument("--quiet", action="store_true", help="no live table")
 
@@ -354,12 +339,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", help="folder or hub name; `none`: plain cross-entropy")
     parser.add_argument("--data", action="append", metavar="SOURCE", help="file, folder, glob or hf:NAME; repeatable")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="settings",
-        metavar="KEY=VALUE",
-        help="change a setting of the recipe; repeatable",
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="change a setting; repeatable"
     )
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--cache", type=_path, metavar="DIR", help="cache folder (default: the user's cache)")

@@ -153,9 +153,7 @@ def check_optimizer_tensor(key: str, tensor: Tensor, parameter: Tensor) -> None:
 
 def check_group(given: dict[str, Any], own: dict[str, Any]) -> None:
     """Checks an optimizer group: everything must equal the run's settings except lr, which the schedule sets."""
-    unknown = sorted(set(given) - set(own))
-    if unknown:
-        raise ValueError(f"the checkpoint's optimizer has the settings {_few(unknown)}, which AdamW does not have")
+    _check_known("optimizer", given, own)
     for key, value in given.items():
         mine = list(own[key]) if isinstance(own[key], tuple) else own[key]
         if key == "lr":
@@ -167,9 +165,7 @@ def check_group(given: dict[str, Any], own: dict[str, Any]) -> None:
 
 def check_schedule(given: dict[str, Any], own: dict[str, Any]) -> None:
     """Checks the state of a learning-rate schedule against the run's own schedule."""
-    unknown = sorted(set(given) - set(own))
-    if unknown:
-        raise ValueError(f"the checkpoint's schedule has the keys {_few(unknown)}, which the run's does not have")
+    _check_known("schedule", given, own)
     for key, value in given.items():
         if key in ("last_epoch", "_step_count"):
             right = _whole_numbers([value], 0, 2**53)
@@ -181,6 +177,11 @@ def check_schedule(given: dict[str, Any], own: dict[str, Any]) -> None:
             right = value == own[key]
         if not right:
             raise ValueError(f"the checkpoint's schedule has {key} = {value!r}, but the run has {own[key]!r}")
+
+
+def _check_known(what: str, given: dict[str, Any], own: dict[str, Any]) -> None:
+    if unknown := sorted(set(given) - set(own)):
+        raise ValueError(f"the checkpoint's {what} has the keys {_few(unknown)}, which the run's does not have")
 
 
 def check_number(file: Path, key: str, value: Any, least: float) -> None:

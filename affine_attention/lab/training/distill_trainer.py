@@ -117,16 +117,15 @@ class DistillTrainer(Trainer):
         self._loss_shifts_labels = True
         self.recipe, self.run, self.teacher, self.heldout = recipe, run, teacher, heldout
         self.loss = make_loss(recipe)
-        self.checkpoints, self.signals, self.progress = checkpoints, signals or StopSignals(), progress
+        self.checkpoints, self.signals = checkpoints, signals or StopSignals()
+        self.progress = progress or Progress(recipe.steps, shown=False)
         self.step_log, self.watch, self.utilisation = StepLog(run.log_file), Stopwatch(), utilisation
-        self.on_step, self.on_ready = on_step, on_ready
+        self.on_step, self.on_ready = on_step or (lambda entry: None), on_ready
         self.stopped_by = 0
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.args.device)  # total, kd, ce of one step
         self._items: Tensor | int = 0
         self._numbers: StepNumbers | None = None
         self._random_of: str | None = None  # a checkpoint whose random state must still be restored
-
-    # The loss
 
     def compute_loss(
         self,
@@ -151,9 +150,7 @@ class DistillTrainer(Trainer):
         return 0
 
     def store_flos(self) -> None:
-        """Does nothing, see `floating_point_ops`."""
-
-    # A step: check the numbers, then run the optimizer
+        """See `floating_point_ops`."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = self._finish_backward(model)
@@ -202,8 +199,6 @@ class DistillTrainer(Trainer):
             f"optimizer step, {kept}"
         )
 
-    # After a step
-
     def _maybe_log_save_evaluate(self, *_: Any, learning_rate: float | None = None, **__: Any) -> None:
         if self._numbers is None:
             return  # Trainer also calls this at the end of an epoch, without a step
@@ -239,10 +234,8 @@ class DistillTrainer(Trainer):
     def _record(self, entry: dict[str, Any]) -> None:
         if self.is_world_process_zero():
             self.step_log.add(entry)
-            if self.progress is not None:
-                self.progress.add(entry)
-            if self.on_step is not None:
-                self.on_step(entry)
+            self.progress.add(entry)
+            self.on_step(entry)
         self.log({key: value for key, value in entry.items() if isinstance(value, float) and key != "seconds"})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -292,18 +285,15 @@ class DistillTrainer(Trainer):
         total, kd, ce, tokens = sums.tolist()
         if not tokens:
             return {}
-        parts_seen = {"eval_ce_loss": ce / tokens}
-        if self.teacher is not None and self.recipe.kd_weight:
-            parts_seen["eval_kd_loss"] = kd / tokens
-        return {"eval_loss": total / tokens} | parts_seen
+        has_kd = self.teacher is not None and self.recipe.kd_weight
+        losses = {"eval_loss": total / tokens, "eval_ce_loss": ce / tokens}
+        return losses | ({"eval_kd_loss": kd / tokens} if has_kd else {})
 
     def _heldout_item(self, item: int, count: int) -> dict[str, Tensor]:
         example = dict(self.heldout[min(item, count - 1)])
         if item >= count:
             example["labels"] = torch.full_like(example["labels"], -100)
         return example
-
-    # Checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes a checkpoint of this step; every rank must call, rank 0 writes."""
@@ -399,7 +389,6 @@ class DistillTrainer(Trainer):
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_world_process_zero():
             self.on_ready()
-        if self.progress is not None:
-            self.progress.start(self.state.global_step)
+        self.progress.start(self.state.global_step)
         self.watch.start()
         return prepared

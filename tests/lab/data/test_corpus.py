@@ -10,14 +10,7 @@ import torch
 
 from affine_attention.lab.data import check_same_data, check_vocabulary, prepare, train_tokenizer
 
-from .texts import make_documents, write_text
-
-DOCUMENTS = make_documents(120)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(DOCUMENTS, 300)
+from .texts import DOCUMENTS, write_text
 
 
 @pytest.fixture

@@ -14,17 +14,10 @@ import torch
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from affine_attention.lab.data import prepare, read_documents, train_tokenizer
+from affine_attention.lab.data import prepare, read_documents
 from affine_attention.lab.data.heldout import FractionSplit
 
-from .texts import SHARED, make_documents, write_json_lines, write_text
-
-DOCUMENTS = make_documents(120)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(DOCUMENTS, 300)
+from .texts import DOCUMENTS, SHARED, make_documents, write_json_lines, write_text
 
 
 @pytest.fixture
