@@ -70,7 +70,7 @@ def test_settings_that_do_not_fit_are_reported_with_valid_values():
     teacher = student("llama-1m", "softmax", **(STUDENT | {"vocab_size": 384, "max_position_embeddings": 16}))
     with pytest.raises(ValueError) as error:
         check_teacher(recipe(), model, teacher)
-    assert "320 is not the teacher's of 384" in str(error.value)
+    assert "320 differs from the teacher's 384" in str(error.value)
     with pytest.raises(ValueError) as error:
         check_teacher(recipe(truncate_vocabulary=True), model, teacher)
     assert "the 16 positions of the teacher" in str(error.value)
