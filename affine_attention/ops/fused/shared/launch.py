@@ -3,7 +3,8 @@
 Triton's own launcher inspects every argument of every call to find the compiled variant, and encodes every tensor
 descriptor in Python: 20 to 100 us of host time for the kernels here. A `Launch` is made once for a signature (kernel,
 grid, numbers, options). Its first call goes through Triton, which compiles the variant. Later calls pack the addresses
-into one buffer, in the layout that the driver reports for the function, and call cuLaunchKernelEx.
+into one buffer, in the layout that the driver reports for the function, and call cuLaunchKernelEx. A packed buffer is
+kept for the next call with the same addresses.
 
 A `Launch` belongs to one GPU: the function handle is valid in one context, so the keys under which launches are kept
 contain the device (plan.py). Where the driver's layout and Triton's signature disagree, Triton launches every time.
@@ -27,6 +28,7 @@ from .workspace import Workspace
 
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses at multiples of 16, and TMA requires them
 MAX_SINGLE_LAUNCHES = 4096  # kinds of launches outside of plans that are kept
+MAX_PACKED = 1024  # lists of addresses for which a group of launches is kept; one has 1 to 6 KiB
 MAX_DESCRIPTORS = 4096  # encoded descriptors of one argument that are kept; one has 176 bytes
 _MAX_ARGUMENT_BYTES = 4096  # CUDA's limit on the parameters of a kernel on every GPU so far
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
@@ -86,24 +88,34 @@ class Launch:
         if compiled is not None and not INTERPRETED:
             self.bound = _bind(compiled, self.arguments)
 
-    def by_address(self, bound: _Bound, addresses: Sequence[int], stream: int) -> None:
-        """Launches the bound variant with other addresses."""
-        arena = _arena
-        bound.layout.pack_into(
-            arena.arguments, 0,
-            *[
-                constant if slot is None else addresses[slot] if encode is None else encode(addresses[slot])
-                for slot, encode, constant in bound.values
-            ],
+    def packed(self, bound: _Bound, addresses: Sequence[int], stream: int) -> Packed:
+        """The bound variant with other addresses, as the driver takes it."""
+        layout = bound.layout
+        values = [
+            constant if slot is None else addresses[slot] if encode is None else encode(addresses[slot])
+            for slot, encode, constant in bound.values
+        ]
+        arguments = (ctypes.c_char * layout.size).from_buffer_copy(layout.pack(*values))
+        numbers = (bound.threads, 1, 1, bound.shared, stream, bound.attributes, bound.num_attributes)
+        config = (ctypes.c_char * _CONFIG.size).from_buffer_copy(_CONFIG.pack(*self.grid, *numbers))
+        size = ctypes.c_size_t(layout.size)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END.
+        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(arguments), 2, ctypes.addressof(size), 0)
+        return Packed(
+            bound.launch, ctypes.addressof(config), bound.function, ctypes.addressof(extra), bound.name,
+            (arguments, config, size, extra),
         )  # fmt: skip
-        arena.size.value = bound.layout.size
-        _CONFIG.pack_into(
-            arena.config, 0, *self.grid, bound.threads, 1, 1, bound.shared, stream, bound.attributes,
-            bound.num_attributes,
-        )  # fmt: skip
-        error = bound.launch(arena.config, bound.function, None, arena.extra)
-        if error:
-            raise RuntimeError(f"launching {bound.name} failed: {_describe(error)}")
+
+
+class Packed(NamedTuple):
+    """A launch with all of its arguments: what cuLaunchKernelEx takes."""
+
+    launch: Any  # cuLaunchKernelEx
+    config: int  # addresses, of CUlaunchConfig and of the argument buffer
+    function: int
+    extra: int
+    name: str
+    buffers: tuple[Any, ...]  # what the addresses point to
 
 
 class LaunchSet:
@@ -118,6 +130,7 @@ class LaunchSet:
     def __init__(self, groups: dict[str, list[Launch]], *workspaces: Workspace):
         self.groups, self.workspaces = groups, workspaces
         self._is_bound = False
+        self._packed: dict[tuple[Any, ...], list[Packed]] = {}
 
     def values(self, tensors: Sequence[Tensor | None], *buffers: Tensor) -> list[Any]:
         """What `run` takes: addresses once every launch is bound, tensors before."""
@@ -134,15 +147,32 @@ class LaunchSet:
 
     def run(self, group: str, values: list[Any], device: int) -> None:
         """Runs a group on the current stream of a device, which must be the current one."""
-        launches = self.groups[group]
         if self._is_bound and type(values[0]) is int:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            for launch in launches:
-                launch.by_address(launch.bound, values, stream)  # type: ignore[arg-type]
+            key = (group, torch._C._cuda_getCurrentRawStream(device), *values)
+            packed = self._packed.get(key)
+            if packed is None:
+                packed = self._pack(key)
+            for launch, config, function, extra, name, _ in packed:
+                error = launch(config, function, None, extra)
+                if error:
+                    raise RuntimeError(f"launching {name} failed: {_describe(error)}")
             return
+        launches = self.groups[group]
         for launch in launches:
             launch.by_triton(values)
         self._is_bound = all(launch.bound is not None for each in self.groups.values() for launch in each)
+
+    def _pack(self, key: tuple[Any, ...]) -> list[Packed]:
+        """The launches of a group with these addresses.
+
+        In a training loop the allocator returns the same addresses in every step, so a launch is packed once.
+        """
+        group, stream, *addresses = key
+        if len(self._packed) >= MAX_PACKED:
+            self._packed.clear()
+        packed = [launch.packed(launch.bound, addresses, stream) for launch in self.groups[group]]  # type: ignore[arg-type]
+        self._packed[key] = packed
+        return packed
 
 
 _single_launches: dict[tuple[Any, ...], LaunchSet] = {}
@@ -324,14 +354,9 @@ def _parameter_layout(function: int) -> list[tuple[int, int]] | None:
 
 
 class _Arena(threading.local):
-    """Buffers of one thread for the driver's calls: autograd runs backward passes in threads of its own."""
+    """Memory of one thread for a descriptor: autograd runs backward passes in threads of its own."""
 
     def __init__(self) -> None:
-        self.arguments = (ctypes.c_char * _MAX_ARGUMENT_BYTES)()
-        self.config = (ctypes.c_char * _CONFIG.size)()
-        self.size = ctypes.c_size_t(0)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END.
-        self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.arguments), 2, ctypes.addressof(self.size), 0)
         self._room = (ctypes.c_char * 192)()
         # The driver requires a multiple of 64.
         self.tensor_map = ctypes.c_void_p((ctypes.addressof(self._room) + 63) // 64 * 64)
