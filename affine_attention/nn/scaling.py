@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ops.fused import HAS_TRITON, INTERPRETED
+from ..ops.fused import HAS_TRITON, INTERPRETED, runs_on
 from .arguments import check_place, check_size
 from .mechanism import Mechanism
 
@@ -290,20 +290,48 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
     batches: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor | None]]] = {}
     for scale in scales:
         buffers: Any = scale._buffers  # an attribute of the module takes ten times as long to find
-        running, collected = buffers["running_alpha"], buffers["collected"]
+        collected = buffers["collected"]
         grad = collected.grad
         # Another rank may have collected something where this one has not.
         if grad is not None or reduces:
+            running = buffers["running_alpha"]
             key = (running.device, running.dtype, running.shape, scale.mechanism.momentum)
-            targets, grads = batches.setdefault(key, ([], []))
-            targets.append(running)
-            grads.append(grad)
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = ([], [])
+            batch[0].append(running)
+            batch[1].append(grad)
             collected.grad = None
+    if not reduces:
+        for (device, _, _, momentum), (targets, grads) in batches.items():
+            if not (_has_kernels(device) and _update_fused(targets, grads, momentum)):
+                _update(targets, _stack_collected(targets, grads), momentum)
+        return
     sums = [_stack_collected(targets, grads) for targets, grads in batches.values()]
-    if reduces and sums:
+    if sums:
         sums = _all_reduce(sums, group)
     for (*_, momentum), (targets, _), sums_LH in zip(batches, batches.values(), sums, strict=True):
         _update(targets, sums_LH, momentum)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return HAS_TRITON and (INTERPRETED if device.type == "cpu" else device.type == "cuda" and runs_on(device.index))
+
+
+def _update_fused(targets: list[Tensor], grads: list[Tensor | None], momentum: float) -> bool:
+    """Eq. 9 in one launch; False where the kernel does not serve these tensors."""
+    first = targets[0]
+    device, total = first.get_device(), torch.float64
+    for running, grad in zip(targets, grads, strict=True):
+        if type(grad) is not Tensor or grad.dtype is not total or grad.get_device() != device:
+            return False
+        if not (running.is_contiguous() and grad.is_contiguous()):
+            return False
+    if first.dtype is not torch.float32:
+        return False
+    from ..ops.fused.running_average import update_running_alpha
+
+    return update_running_alpha(targets, grads, momentum)  # type: ignore[arg-type]
 
 
 def _stack_collected(targets: list[Tensor], grads: list[Tensor | None]) -> Tensor:
