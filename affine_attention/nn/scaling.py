@@ -93,10 +93,16 @@ def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
         and weight.get_device() == hidden.get_device()
         and weight.shape[0] * dtype.itemsize <= MAX_PROJECTED_BYTES
         and parameters["bias"] is None
-        and not (proj._forward_hooks or proj._forward_pre_hooks or proj._backward_hooks or proj._backward_pre_hooks)
-        and "forward" not in proj.__dict__  # accelerate wraps the method of an instance
+        and not _is_altered(proj)
         and not _autocasts(hidden)
     )
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """True where a call of the module does more than its forward: hooks, or a method that accelerate has wrapped."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or ("forward" in module.__dict__)  # fmt: skip
 
 
 def _autocasts(hidden: Tensor) -> bool:
@@ -184,13 +190,7 @@ class AffineScale(nn.Module):
         if self.mechanism.bias:
             if num_keys is None:
                 raise ValueError("num_keys is missing: beta = (running_alpha - alpha) / num_keys needs it (Eq. 8)")
-            running_alpha = self.running_alpha
-            if self.training and torch.is_grad_enabled():
-                collected = self.collected
-                if collected.device != source.device:
-                    # Built on the meta device and loaded since: no checkpoint holds this buffer.
-                    collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
-                    self.collected = collected
+            running_alpha, collected = self.running_alpha, self._collected(source)
         activation = self.mechanism.activation
         if projects:
             weight = proj.weight
@@ -207,6 +207,60 @@ class AffineScale(nn.Module):
         if running_alpha is None or num_keys is None:
             return alpha, None
         return alpha, (running_alpha[:, None] - alpha) / num_keys
+
+    def _collected(self, source: Tensor) -> Tensor | None:
+        """The leaf that collects alpha, on the device of `source`; None where this call is not collected."""
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        collected: Any = self._buffers["collected"]
+        if collected.get_device() != source.get_device():
+            # Built on the meta device and loaded since: no checkpoint holds this buffer.
+            collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
+            self.collected = collected
+        return collected
+
+    def attend(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        num_keys: Tensor | int | None,
+        token_mask: Tensor | None,
+        sink: Tensor | None,
+        gate_of: Callable[[Tensor], Tensor | None],
+        softmax_scale: float | None,
+    ) -> Tensor | None:
+        """Causal attention with the alpha and beta of `forward`, in one autograd node; None where that is not served.
+
+        It serves training on a Hopper GPU: a node costs the host as much as several launches. `gate_of` turns hidden
+        states into the gate.
+        """
+        mechanism, proj = self.mechanism, self._modules["proj"]
+        has_divisor = not mechanism.bias or isinstance(num_keys, int)
+        if not (query.is_cuda and has_divisor and torch.is_grad_enabled() and _can_project(proj, hidden)):  # type: ignore[arg-type]
+            return None
+        if _is_altered(self):
+            return None
+        weight: Any = proj._parameters["weight"]  # type: ignore[union-attr]
+        from ..ops.fused.projected import can_project, projected_attention
+
+        if not can_project(query, key, value, hidden, weight) or not (sink is None or sink.is_contiguous()):
+            return None
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return None
+        running_alpha = collected = None
+        if mechanism.bias:
+            running_alpha, collected = self._buffers["running_alpha"], self._collected(hidden)
+        gate = gate_of(hidden)
+        if collected is None and not (
+            weight.requires_grad or any(x is not None and x.requires_grad for x in (hidden, query, key, value, gate))
+        ):
+            return None
+        return projected_attention(
+            query, key, value, sink, gate, hidden, weight, running_alpha, collected, token_mask, softmax_scale,
+            num_keys if mechanism.bias else 1, mechanism.activation == "sigmoid",  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def discard_collected(self) -> None:
         """Forgets what was collected since the last commit (after a skipped optimizer step)."""

@@ -233,9 +233,13 @@ def forget_plans() -> None:
     """Drops every plan: for tests and benchmarks that change what a plan is made from."""
     _runners.clear()
     if "affine_attention.ops.fused.op" in sys.modules:
-        from .fused.op import forget_plans as forget_fused_plans
+        from .fused import op
 
-        forget_fused_plans()
+        op.forget_plans()
+    if "affine_attention.ops.fused.projected" in sys.modules:
+        from .fused import projected
+
+        projected.forget_plans()
 
 
 _INTEGER, _NUMBER = (int, type(None)), (float, int, type(None))

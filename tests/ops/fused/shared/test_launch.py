@@ -76,7 +76,7 @@ def test_a_launch_is_packed_once_for_each_list_of_addresses(monkeypatch):
     seen = []
     bound = launching._Bound(
         "kernel", lambda *given: seen.append(given) or 0, 77, 128, 0, 0, 0, struct.Struct("<QQi"),
-        [(0, None, b""), (1, None, b"")] + [(2, None, b"")],
+        [(0, None, b""), (1, None, b""), (2, None, b"")],
     )  # fmt: skip
     launch = Launch(None, (3,), ())
     launch.bound = bound
