@@ -144,7 +144,7 @@ class AttentionMechanism(nn.Module):
         return Coefficients(alpha, beta, self.sink, self._gate(hidden))
 
     def _gate(self, hidden: Tensor) -> Tensor | None:
-        gate_proj: Any = self._modules["gate_proj"]
+        gate_proj: Any = self._modules.get("gate_proj")
         if gate_proj is None:
             return None
         return torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -165,7 +165,7 @@ class AttentionMechanism(nn.Module):
 
         `sink` is the layer's, or a rank's part of it; `visible` are the arguments of the operator for visible keys.
         """
-        scale: Any = self._modules["scale"]
+        scale: Any = self._modules.get("scale")
         if scale is None or visible != PLAIN_CAUSAL:
             return None
         return scale.attend(hidden, query, key, value, num_keys, token_mask, sink, self._gate, softmax_scale)
