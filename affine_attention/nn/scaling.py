@@ -213,7 +213,7 @@ class AffineScale(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return None
         collected: Any = self._buffers["collected"]
-        if collected.get_device() != source.get_device():
+        if collected.device != source.device:
             # Built on the meta device and loaded since: no checkpoint holds this buffer.
             collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
             self.collected = collected
