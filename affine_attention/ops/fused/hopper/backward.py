@@ -121,7 +121,7 @@ class HopperBackward:
         if beta is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self._later_shape(), slots["later"]))
         groups = {"prologue": prologue, "gradients": self._gradients(grad_out, core, slots)}
-        if projection is not None:
+        if projection is not None and any(wants):
             wanted = [Slot(at) if want else None for at, want in zip((DHIDDEN, DWEIGHT, DSUMS), wants, strict=True)]
             names = ("scores", None, "grad_alpha", "grad_beta")
             rows = [Slot(TOKEN_MASK) if name is None else slots.get(name) for name in names]
@@ -163,7 +163,7 @@ class HopperBackward:
         else:
             self.launches.run("prologue", values, self.device)
         self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, *inputs[:3], *grads)
-        if self.projection is not None:
+        if self.projection is not None and any(self.wants):
             self.launches.run("projection", values, self.device)
         grad_sink = None if parts is None else parts.sum((0, 2)).to(inputs[5].dtype)  # type: ignore[union-attr]
         return *grads, grad_alpha, grad_beta, grad_sink, grad_gate, *new[8:]
