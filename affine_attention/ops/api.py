@@ -333,7 +333,7 @@ def _run_plain_in_graph(
     tensors = (query, key, value, *rows)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if query.is_cuda and num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
-        from .fused.decode import op as _  # registers the operator
+        from .fused.decode import op as _  # noqa: F401 - registers the operator
 
         return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale)
     if scale <= 0 or torch.are_deterministic_algorithms_enabled():

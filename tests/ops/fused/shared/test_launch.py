@@ -84,10 +84,12 @@ def test_a_launch_is_packed_once_for_each_list_of_addresses(monkeypatch):
     run._is_bound = True
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
     monkeypatch.setattr(launching, "MAX_PACKED", 2)
-    for addresses in ([16, 32, 1], [16, 32, 1], [48, 32, 1], [64, 32, 1]):
+    first, second, third = [16, 32, 1], [48, 32, 1], [64, 32, 1]
+    for addresses in (first, first, first, second, second, third, third):
         run.run("only", addresses, 0)
-    assert seen[0] == seen[1]
-    assert len({given[3] for given in seen}) == 3
+    assert len(seen) == 7
+    assert seen[1] == seen[2] != seen[0]  # from the second time on in a buffer of their own
+    assert seen[0] == seen[3] == seen[5]  # the first time in a buffer that all share
     assert len(run._packed) == 1  # two, cleared for the third
     (packed,) = next(iter(run._packed.values()))
     assert struct.unpack("<QQi", bytes(packed.buffers[0])) == (64, 32, 1)
