@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
 
-# The page and the tables of docs/study.md, from the stored runs.
+# The page docs/study-report.html and the tables docs/study-tables.md, from the stored runs.
 study-report: $(READY)
-	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study.html --markdown docs/study.md
+	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study-report.html --markdown docs/study-tables.md
 
 # Two processes with a thread each: small tests gain little from torch's own threads. WORKERS=0 runs them in one process.
 WORKERS ?= 2
