@@ -44,6 +44,8 @@ def on_page_markdown(text: str, page: Any, config: Any, files: Files) -> str:
             return found.group(0) if image else words
         return f"{image}[{words}]({posixpath.relpath(goal, posixpath.dirname(page.file.src_uri) or '.')}{mark}{anchor})"
 
+    if page.file.src_uri == "decisions/index.md":
+        text = text.replace("<!-- decisions -->", decisions())
     parts = FENCE.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(relinked, part) for part in parts)
 
@@ -55,3 +57,9 @@ def repository_path(site: str) -> str:
 def site_path(repository: str) -> str:
     inside = repository.removeprefix("docs/")
     return inside if inside != repository else f"source/{repository}"
+
+
+def decisions() -> str:
+    """A list of all decisions, by their headings."""
+    pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    return "\n".join(f"- [{page.read_text().splitlines()[0].lstrip('# ')}]({page.name})" for page in pages)
