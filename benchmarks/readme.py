@@ -104,10 +104,10 @@ def block() -> str:
     rivals, decode = newest("attention-rivals_nvidia"), newest("decode")
     loop = newest_day("loop*_nvidia")
     if loop:
-        lines += ["## Training and host time", "", "Measured with the host's time included, next to plain SDPA in the same "
-                  "run: the host time of one call (bf16, causal), and training, generation and `commit_running_alpha` "
-                  "of a transformers llama of SmolLM2-135M's shape. A ratio above 1 is faster for tokens/s and slower "
-                  "for times.", "",
+        lines += ["## Training and host time", "",
+                  "Measured with the host's time included, next to plain SDPA in the same run: the host time of one "
+                  "call (bf16, causal), and training, generation and `commit_running_alpha` of a transformers llama of "
+                  "SmolLM2-135M's shape. A ratio above 1 is faster for tokens/s and slower for times.", "",
                   *loop_lines(*loop), "", " ".join(source(path) for path in loop), ""]  # fmt: skip
     if gpu is not None:
         lines += ["## Attention on a GPU", "", "Time of a causal call as a multiple of the best plain SDPA backend "
@@ -120,7 +120,8 @@ def block() -> str:
         shares = {kind: [float(row[4]) for row in rows_of(decode)[1:] if row[1] == kind]
                   for kind in ("affine", "affine, paged")}  # fmt: skip
         dense, paged = (f"{min(each):.0%} to {max(each):.0%}" for each in shares.values())
-        lines += ["## Decoding", "", f"Decoding reads a dense cache at {dense}, a paged one at {paged} of a measured device copy. "
+        lines += ["## Decoding", "",
+                  f"Decoding reads a dense cache at {dense}, a paged one at {paged} of a measured device copy. "
                   f"{source(decode)}", ""]  # fmt: skip
     if cpu is not None:
         lines += ["## Attention on a CPU", "", "fp32, the same ratios.", "", *attention_lines(cpu), "", source(cpu), ""]

@@ -2,8 +2,8 @@
 
     python -m studies.smollm2.pictures        # or make pictures
 
-The stored maps hold the weights w = α p + β of the first 64 tokens. A row of n visible keys sums to α + n (α_ma − α) / N,
-which gives α and β of each row back.
+The stored maps hold the weights w = α p + β of the first 64 tokens. A row with n visible keys sums to
+α + n (α_ma − α) / N, from which α and β of each row are computed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def beta_picture() -> Figure:
     for alpha, colour in ((0.1, ORANGE), (0.5, GREY), (0.9, BLUE)):
         left.plot(visible, alpha + visible * (average - alpha) / length, color=colour, label=f"α = {alpha}")
     left.axhline(average, color="black", linewidth=0.8, linestyle="--")
-    left.annotate(f"running average α_ma = {average:.2f}", (20, average), (0, -11), textcoords="offset points", fontsize=8)
+    left.annotate(
+        f"running average α_ma = {average:.2f}", (20, average), (0, -11), textcoords="offset points", fontsize=8
+    )
     left.set(xlabel="visible keys n", ylabel="sum of the row", ylim=(0, 1), xlim=(0, length))
     left.set_title("α + nβ, with β = (α_ma − α) / N and N = 1024")
     left.legend(frameon=False, fontsize=8)
