@@ -149,6 +149,14 @@ def test_the_readme_shows_code_on_its_first_screen():
     assert any(line.startswith("![") for line in lines[:10])
 
 
+def test_what_the_readme_found_is_in_the_tables_of_the_study():
+    readme, tables = (ROOT / "README.md").read_text(), (ROOT / "docs/study-tables.md").read_text()
+    found = readme[readme.index("## What we found") : readme.index("## Documentation")]
+    numbers = re.findall(r"−?\d\.\d{3}(?: ± \d\.\d{3})?", found)
+    assert len(numbers) >= 6
+    assert all(number in tables for number in numbers)
+
+
 def test_the_chart_and_the_numbers_are_those_of_the_newest_results():
     from benchmarks import readme
 
