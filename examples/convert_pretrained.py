@@ -1,4 +1,4 @@
-"""Converts a pretrained model: its outputs do not change, and every gate is trainable from there.
+"""Converts a pretrained model: its outputs stay exactly as they are, and every gate can learn from there.
 
 python examples/convert_pretrained.py [path or name of a model]      # without one: a tiny random llama
 """

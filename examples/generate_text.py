@@ -1,4 +1,4 @@
-"""Generates the same tokens one prompt at a time, in a left-padded batch and with a preallocated cache.
+"""Generates with a mechanism: alone, in a left-padded batch and with a preallocated cache, always the same tokens.
 
 python examples/generate_text.py
 """
@@ -13,7 +13,7 @@ from affine_attention import Mechanism, hf
 def main() -> None:
     torch.manual_seed(0)
     model = hf.student("llama-1m", Mechanism.named("affine", bias_length=64), vocab_size=256, pad_token_id=0).eval()
-    for parameter in model.parameters():  # an untrained model repeats one token; larger weights avoid that
+    for parameter in model.parameters():  # an untrained model repeats itself; spread its weights for the show
         torch.nn.init.normal_(parameter, std=0.15)
     prompts = [torch.randint(1, 256, (1, length)) for length in (3, 9, 6)]
     greedy = {"max_new_tokens": 12, "do_sample": False}
