@@ -21,7 +21,6 @@ import pytest
 from affine_attention import cli
 
 ROOT = Path(__file__).parent.parent
-HUB_MODEL = "HuggingFaceTB/SmolLM2-135M"  # in the snippets; the tests put a local folder in its place
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STORED = [str(ROOT / f"studies/smollm2/30m/{mechanism}-seed0") for mechanism in ("softmax", "affine")]
 # Commands of `affine` that are only parsed, because they need a trained model or a GPU.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.docs_commands import HUB_MODEL, check_command, commands_of, fences, inline_commands
+from tests.docs_commands import check_command, commands_of, fences, inline_commands
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "affine_attention/ops/README.md",
@@ -120,10 +120,10 @@ SNIPPETS = [(page, index, code) for page in PAGES
 
 
 @pytest.mark.parametrize(("page", "index", "code"), SNIPPETS, ids=[f"{name_of(p)}-{i}" for p, i, _ in SNIPPETS])
-def test_python_snippets_run(page, index, code, tiny_model, tmp_path, monkeypatch, capsys):
+def test_python_snippets_run(page, index, code, without_hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    exec(compile(code.replace(HUB_MODEL, str(tiny_model)), f"{page.name}:{index}", "exec"), {"__name__": "__main__"})
+    exec(compile(without_hub(code), f"{page.name}:{index}", "exec"), {"__name__": "__main__"})
 
 
 COMMANDS = sorted({(name_of(page), command) for page in PAGES for language, block in fences(page) if language == "bash"

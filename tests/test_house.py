@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +127,14 @@ def test_what_is_tested_is_pinned_and_what_is_required_stays_open():
     for requirement in [wish for extra in extras.values() for wish in extra]:
         if not requirement.startswith(project["name"]):
             assert re.match(r"[a-z-]+", requirement).group(0) + "==" in pins, requirement
+
+
+def test_a_run_counts_its_skips_by_reason():
+    from tests.conftest import skip_reasons
+
+    reasons = ["Skipped: needs a CUDA GPU", "Skipped: needs a CUDA GPU", "no Chromium"]
+    reports = [SimpleNamespace(longrepr=("file.py", 1, reason)) for reason in reasons]
+    assert skip_reasons(reports) == {"needs a CUDA GPU": 2, "no Chromium": 1}
 
 
 def test_the_changelog_knows_the_version():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import affine_attention
-from tests.docs_commands import HUB_MODEL, fences
+from tests.docs_commands import fences
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +37,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/", "docs/", "studies/"))]
 
 
-def test_the_readme_runs_in_an_empty_environment(wheel, tiny_model, tmp_path):
+def test_the_readme_runs_in_an_empty_environment(wheel, without_hub, tmp_path):
     """The environment sees the installed dependencies, but neither this repository nor its editable install."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
@@ -51,8 +51,7 @@ def test_the_readme_runs_in_an_empty_environment(wheel, tiny_model, tmp_path):
     snippets = [code for language, code in fences(ROOT / "README.md") if language == "python"]
     script = "\n".join([*snippets, "import affine_attention", "print(affine_attention.__file__)"])
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    code = script.replace(HUB_MODEL, str(tiny_model))
-    ran = subprocess.run([python, "-c", code], cwd=tmp_path, env=offline, capture_output=True, text=True)
+    ran = subprocess.run([python, "-c", without_hub(script)], cwd=tmp_path, env=offline, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1].startswith(str(packages))
     command = subprocess.run(
