@@ -147,9 +147,12 @@ def test_numbers_and_grids_take_anything():
 def test_one_unreadable_run_does_not_stop_the_report(tmp_path):
     good, bad = make_run(tmp_path / "good", "softmax", steps=5), make_run(tmp_path / "bad", "affine", steps=5)
     (bad / "recipe.json").write_text("[" * 100_000)
-    page = report([good, bad], tmp_path / "page.html").read_text()
-    assert "unreadable" in page
-    assert "nested too deeply" in page
+    (good / "evaluation.json").write_text("{")
+    page = report([good, bad], tmp_path / "page.html", markdown=tmp_path / "page.md").read_text()
+    for text in (page, (tmp_path / "page.md").read_text()):
+        assert "unreadable" in text
+        assert "nested too deeply" in text
+        assert "evaluation.json" in text
     with pytest.raises(ValueError, match="nested too deeply"):
         report([bad], tmp_path / "page.html")
 
