@@ -33,12 +33,21 @@ def test_lines_stay_lines_and_long_text_is_cut():
         ["gradients", f"no{HOSTILE.replace(chr(0), '')}"],
         ["train", "--recipe", f"no{HOSTILE}"],
         ["train", "--set", f"name=no{HOSTILE}"],
+        ["report", "no\nsuch run: all is well"],
+        ["train", "--data", "no\nsuch file"],
+        ["train", f"unknown{HOSTILE}"],
+        ["report", "run", f"--{HOSTILE}=1"],
     ],
 )
 def test_no_command_prints_control_characters(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(command) == 2
+    try:
+        code = main(command)
+    except SystemExit as stopped:  # of argparse
+        code = stopped.code
+    assert code == 2
     said = capsys.readouterr()
+    assert said.err.count("\n") == 1 or said.err.startswith("usage")
     assert not any((ord(letter) < 32 and letter != "\n") or letter in "\u202e\u200b\u2066\x9b" for letter in said.err)
 
 
