@@ -270,7 +270,9 @@ def test_a_key_that_may_overflow_is_nan_in_the_rows_of_a_graph_that_see_it():
     key = torch.randn(1, 2, 9, 8)
     for size, rows in ((2.0**79, []), (2.0**81, [5, 6, 7, 8])):
         key[0, 1, 5, 3] = size
-        assert compiled(torch.randn(1, 2, 9, 8), key).isnan().all(-1).nonzero().tolist() == [[0, 1, row] for row in rows]
+        assert compiled(torch.randn(1, 2, 9, 8), key).isnan().all(-1).nonzero().tolist() == [
+            [0, 1, row] for row in rows
+        ]
 
 
 # NaN queries
