@@ -96,7 +96,7 @@ class _Composed(torch.autograd.Function):
         poison_BHT1 = poison(broken, visibility, query.shape[1], out.dtype)
         if poison_BHT1 is not None:
             out = out + poison_BHT1
-        # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice. Not converted to the same
+        # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice. No conversion to its own
         # dtype: in a graph of torch 2.11 the result counts as another output, and every gradient is silently 0.
         return out if out.dtype == query.dtype else out.to(query.dtype)
 
