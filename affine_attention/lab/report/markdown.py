@@ -48,7 +48,7 @@ def write_markdown(groups: list[Group], path: Path, unreadable: dict[str, str] |
     text = f"{BEGIN}\n\n{markdown(groups, unreadable)}\n{END}"
     if path.is_dir():
         raise IsADirectoryError(f"markdown must be a file, got the folder {path}; write {path / 'report.md'}")
-    if path.is_file() and (before := path.read_text(encoding="utf-8")).strip():
+    if path.is_file() and (before := _words_of(path)).strip():
         if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
             raise ValueError(
                 f"{path} has words and not the marks {BEGIN} and {END} once each, between which the tables go; put the "
@@ -59,6 +59,13 @@ def write_markdown(groups: list[Group], path: Path, unreadable: dict[str, str] |
         written = text + "\n"
     write_text(path, written)
     return path
+
+
+def _words_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: byte {error.start} is not UTF-8; name a new file") from error
 
 
 def table_markdown(table: Table) -> str:

@@ -112,6 +112,13 @@ def test_a_file_without_the_marks_is_left_alone(runs, tmp_path, words):
     assert not (tmp_path / "r.html").exists(), "nothing is written when something is refused"
 
 
+def test_a_file_that_is_no_text_is_named(runs, tmp_path):
+    path = tmp_path / "mine.md"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"mine\.md is no text"):
+        write_markdown(group_runs(runs), path)
+
+
 def test_a_folder_is_refused(runs, tmp_path):
     with pytest.raises(IsADirectoryError, match="markdown must be a file"):
         write_markdown(group_runs(runs), tmp_path)
