@@ -156,17 +156,17 @@ def open_for_appending(path: Path) -> BinaryIO:
     # O_NONBLOCK: to open a pipe would wait for somebody who reads it.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
-        file = open(os.open(path, flags, 0o666), "ab", buffering=0)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
             raise ValueError(f"{path} must be a file of the run, got a link to {os.readlink(path)}") from error
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} must be a regular file") from error
         raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise ValueError(f"{path} must be a regular file")
-    return file
+    return open(descriptor, "ab", buffering=0)
 
 
 def _at_most(content: bytes, limit: int, path: Path) -> bytes:
