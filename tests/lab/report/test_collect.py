@@ -157,6 +157,15 @@ def test_one_unreadable_run_does_not_stop_the_report(tmp_path):
         report([bad], tmp_path / "page.html")
 
 
+def test_a_name_of_megabytes_is_unreadable(tmp_path):
+    good, bad = make_run(tmp_path / "good", "softmax", steps=5), make_run(tmp_path / "bad", "affine", steps=5)
+    recipe = json.loads((bad / "recipe.json").read_text())
+    (bad / "recipe.json").write_text(json.dumps(recipe | {"name": "n" * 20 * 2**20}))
+    page = report([good, bad], tmp_path / "page.html").read_text()
+    assert "must hold at most 1,048,576 bytes" in page
+    assert len(page) < 2**20
+
+
 def test_archives_that_expand_without_end_are_noted(tmp_path):
     run = make_run(tmp_path / "run", "affine", steps=5)
     bomb = lzma.compress(bytes(600 * 2**20), preset=0)

@@ -90,6 +90,11 @@ def test_hostile_names_are_text(tmp_path):
         assert len({len(row) for row in found}) <= 1, "no name breaks a row into more cells"
 
 
+def test_bare_addresses_and_formulas_of_a_name_are_text():
+    table = Table("k", "see https://x.y, www.x.y and $x$", "", [], [], missing="")
+    assert table_markdown(table).startswith("### see https\\://x.y, www\\.x.y and \\$x\\$")
+
+
 def test_a_new_file_has_the_marks_and_another_report_replaces_what_is_between(runs, tmp_path):
     groups = group_runs(runs)
     path = write_markdown(groups, tmp_path / "docs" / "study.md")
