@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; errors that a user can mend are one line, not a traceback (AFFINE_TRACEBACK=1 shows it)."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    records = logging.getLogRecordFactory()
+    records, warning = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(_VisibleRecord)
+    warnings.formatwarning = lambda *given, **more: printable(warning(*given, **more))
     try:
         if options.command in ("study", "evaluate", "inspect"):
             _quiet_transformers()
@@ -47,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         logging.setLogRecordFactory(records)
+        warnings.formatwarning = warning
 
 
 class _VisibleRecord(logging.LogRecord):
-    """What libraries log repeats names from files, too."""
+    """What libraries log, and what they warn of, repeats names from files, too."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
