@@ -129,9 +129,7 @@ def kind(value: Any) -> str:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`; when the block ends well it is on the disk and takes the place of `path`."""
     if path.exists() and not path.is_file():  # as root, a rename would take the place of /dev/null
-        raise ValueError(
-            f"{path} must be a regular file or a new one, got {'a folder' if path.is_dir() else 'a device'}"
-        )
+        raise ValueError(f"{path} must be a regular file or a new one, got a folder, a pipe or a device")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
