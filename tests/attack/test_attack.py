@@ -43,6 +43,7 @@ def test_the_table_counts_and_names_what_fell_short():
     text = table(battery.rows)
     assert "| one | two | 3 | 1 | 2 |" in text
     assert "| one | three (no browser) | – | – | – |" in text
+    assert "| **one** | | 3 | 1 | 2 |" in text
     assert text.endswith("| all | | 3 | 1 | 2 |")
 
 
