@@ -129,6 +129,8 @@ def kind(value: Any) -> str:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A temporary file that replaces `path` atomically, after it was synced to disk, if the block succeeds."""
+    if path.exists() and not path.is_file():  # as root, os.replace would replace /dev/null
+        raise ValueError(f"{path} must be a regular file or a new one, got a folder, a pipe or a device")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -171,14 +173,21 @@ def plain_numbers(value: Any) -> Any:
 
 
 def open_for_appending(path: Path) -> BinaryIO:
-    """Opens a file for appending, unbuffered; raises for a link."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    """Opens a file for appending, unbuffered; raises for a link or a pipe."""
+    # O_NONBLOCK: opening a pipe would block until it has a reader.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
-        return open(os.open(path, flags, 0o666), "ab", buffering=0)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
             raise ValueError(f"{path} must be a regular file, got a link to {os.readlink(path)}") from error
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} must be a regular file") from error
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} must be a regular file")
+    return open(descriptor, "ab", buffering=0)
 
 
 def _at_most(content: bytes, limit: int, path: Path) -> bytes:

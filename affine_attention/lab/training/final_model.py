@@ -32,7 +32,7 @@ def save_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
                 if path.is_file():
                     path.chmod(0o666 & ~_umask())  # safetensors creates files that only their owner can read
                 sync(path)
-            if run.model.exists():
+            if run.model.is_dir():  # not for a pipe, which would block
                 shutil.rmtree(run.model)
             os.rename(temporary, run.model)
             sync(run.path)

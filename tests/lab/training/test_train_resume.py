@@ -144,6 +144,17 @@ def test_other_names_among_the_checkpoints_do_not_stop_training(place, tmp_path)
     assert {"step-1", "step-٣", "step-00000001x", "notes"} <= {path.name for path in run.checkpoints.iterdir()}
 
 
+def test_a_pipe_named_model_does_not_block_a_run(place, tmp_path):
+    run = RunFolder(shutil.copytree(place.run(), tmp_path / "run"))
+    shutil.rmtree(run.model)
+    os.mkfifo(run.model)
+    with pytest.raises(OSError, match="the model could not be written"):
+        place.train(run.path, place.recipe())
+    run.model.unlink()
+    place.train(run.path, place.recipe())
+    assert differences(run.path, place.run()) == []
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", '{"data": 3}', '{"data": {}, "sessions": 3}', "{", "null"])
 def test_a_broken_manifest_is_reported(content, place, tmp_path):
     run = RunFolder(place.train(tmp_path / "run", place.recipe()))
