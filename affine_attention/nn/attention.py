@@ -18,7 +18,6 @@ from ..ops.validation import (
     check_query_key,
     check_visibility,
     check_window,
-    shown,
 )
 from .arguments import (
     check_fits_weights,
