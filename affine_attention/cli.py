@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("AFFINE_TRACEBACK"):
             raise
         said = f"affine {options.command}: {str(error) or 'out of memory'}"
-        # A line break is ours where a list follows. Elsewhere it is part of a name.
+        # Our own messages have a line break only before a list; any other line break is part of a name.
         _say(said if ":\n  " in said else visible(said), sys.stderr)
         return 2
     except Exception as error:  # a bug in this package or a library
@@ -53,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _VisibleRecord(logging.LogRecord):
-    """What libraries log, and what they warn of, repeats names from files, too."""
+    """Escapes control characters in log messages and warnings of libraries, which may contain untrusted names."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse repeats unknown arguments as they are: a shell pattern can expand to any file name."""
+    """Escapes control characters in errors of argparse, which repeats unknown arguments unchanged."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message), file)

@@ -65,7 +65,7 @@ def _words_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: byte {error.start} is not UTF-8; name a new file") from error
+        raise ValueError(f"{path} is not text: byte {error.start} is not UTF-8; choose a new file") from error
 
 
 def table_markdown(table: Table) -> str:

@@ -120,7 +120,7 @@ def test_a_file_without_the_marks_is_left_alone(runs, tmp_path, words):
 def test_a_file_that_is_not_text_is_reported(runs, tmp_path):
     path = tmp_path / "mine.md"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"mine\.md is no text"):
+    with pytest.raises(ValueError, match=r"mine\.md is not text"):
         write_markdown(group_runs(runs), path)
 
 
