@@ -162,7 +162,7 @@ def test_a_name_of_megabytes_is_unreadable(tmp_path):
     recipe = json.loads((bad / "recipe.json").read_text())
     (bad / "recipe.json").write_text(json.dumps(recipe | {"name": "n" * 20 * 2**20}))
     page = report([good, bad], tmp_path / "page.html").read_text()
-    assert "must hold at most 1,048,576 bytes" in page
+    assert "must have at most 1,048,576 bytes" in page
     assert len(page) < 2**20
 
 
