@@ -95,56 +95,41 @@ def _converts(device: str) -> bool:
 
 def check_padding(name: str, mask: Any, letters: str, shape: tuple[int, int], like: Tensor, note: str = "") -> None:
     """Checks a boolean mask of tokens on the device of `like`, or None."""
-    if mask is None:
-        return
     rule = f"{name} must be a boolean tensor {letters}, True for real tokens"
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{rule}, got {type(mask).__name__}")
-    check_layout(name, mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{rule}, got {_name(mask)}; use {name}.bool() for 0/1 masks")
-    if tuple(mask.shape) != shape:
+    _check_tokens(name, mask, rule, (torch.bool,), f"use {name}.bool() for 0/1 masks", like)
+    if mask is not None and tuple(mask.shape) != shape:
         raise ValueError(f"{name} must have shape {letters} = {list(shape)}{note}, got {list(mask.shape)}")
-    _check_device(name, mask, like)
 
 
 def check_segment_ids(segment_ids: Any, hidden: Tensor) -> None:
     """Checks integers [B, T], one id per document, or None."""
-    if segment_ids is None:
-        return
     rule = "segment_ids must be a tensor [B, T] of integers, one id per document"
-    if not isinstance(segment_ids, Tensor):
-        raise TypeError(f"{rule}, got {type(segment_ids).__name__}")
-    check_layout("segment_ids", segment_ids)
-    if segment_ids.dtype not in SEGMENT_DTYPES:
-        raise TypeError(f"{rule}, got {_name(segment_ids)}; convert them with .long()")
-    if segment_ids.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"segment_ids must have shape [B, T] = {list(hidden.shape[:2])}, got {list(segment_ids.shape)}"
-        )
-    _check_device("segment_ids", segment_ids, hidden)
+    _check_tokens("segment_ids", segment_ids, rule, SEGMENT_DTYPES, "convert them with .long()", hidden)
+    shape = list(hidden.shape[:2])
+    if segment_ids is not None and list(segment_ids.shape) != shape:
+        raise ValueError(f"segment_ids must have shape [B, T] = {shape}, got {list(segment_ids.shape)}")
 
 
 def check_positions(positions: Any, hidden: Tensor) -> None:
     """Checks real numbers [B, T], or [1, T] for all rows, or None."""
-    if positions is None:
-        return
     rule = "positions must be a tensor [B, T] of integers or floats"
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"{rule}, got {type(positions).__name__}")
-    check_layout("positions", positions)
-    if positions.dtype not in (*SEGMENT_DTYPES, *DTYPES):
-        raise TypeError(f"{rule}, got {_name(positions)}; convert them with .long()")
-    batch, queries = hidden.shape[:2]
-    if tuple(positions.shape) not in ((batch, queries), (1, queries)):
+    _check_tokens("positions", positions, rule, (*SEGMENT_DTYPES, *DTYPES), "convert them with .long()", hidden)
+    shape = list(hidden.shape[:2])
+    if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
         raise ValueError(
-            f"positions must have shape [B, T] = [{batch}, {queries}], or [1, T] for all rows, got "
-            f"{list(positions.shape)}"
+            f"positions must have shape [B, T] = {shape}, or [1, T] for all rows, got {list(positions.shape)}"
         )
-    _check_device("positions", positions, hidden)
 
 
-def _check_device(name: str, x: Tensor, like: Tensor) -> None:
+def _check_tokens(name: str, x: Any, rule: str, dtypes: tuple[torch.dtype, ...], fix: str, like: Tensor) -> None:
+    """Checks type, layout, dtype and device of a tensor with one value per token; None is valid."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{rule}, got {type(x).__name__}")
+    check_layout(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{rule}, got {_name(x)}; {fix}")
     if x.device != like.device:
         raise ValueError(
             f"{name} must be on the device of hidden ({like.device}), got {x.device}; move it with "
