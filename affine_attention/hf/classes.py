@@ -42,7 +42,7 @@ class AffineConfigMixin:
     plain_class: type  # restored by `detach`
 
     def to_dict(self) -> dict[str, Any]:
-        settings = super().to_dict()  # type: ignore[misc]
+        settings: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         if "affine_attention" not in settings:
             return settings  # transformers builds a default instance to compare with
         architecture = (settings.get("architectures") or [""])[0]
@@ -59,7 +59,7 @@ class AffineConfigMixin:
         }
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         own = dict(config_dict)
         own.pop("base_model_type", None)
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ class AffineConfigMixin:
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any):
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
         config_dict, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         if config_dict.get("model_type") == MODEL_TYPE:
             config_dict = config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
@@ -122,13 +122,13 @@ class AffineModelMixin:
             "affine_attention.hf.detach(model) first"
         )
 
-    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         self._check_and_adjust_attn_implementation(attn_implementation)  # type: ignore[arg-type]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Asks the plain class, because transformers decides this from the source file of a class."""
-        return cls.plain_class._can_set_experts_implementation()  # type: ignore[attr-defined]
+        return bool(cls.plain_class._can_set_experts_implementation())  # type: ignore[attr-defined]
 
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
         """Called by transformers after loading: initialises every tensor that the checkpoint does not hold."""
@@ -140,7 +140,7 @@ class AffineModelMixin:
                 initialise_missing(module, layer, start)
                 keep_own_heads(layer)
 
-    def generate(self, *args: Any, **kwargs: Any):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -171,7 +171,7 @@ class AffineConfig(PreTrainedConfig):
     model_type = MODEL_TYPE
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         base: Any = config_dict.get("base_model_type")
         if base not in CONFIG_MAPPING:
             raise ValueError(

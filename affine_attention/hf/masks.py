@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask_function
 
+MaskFunction = Callable[..., Any]
 KEY_CODE = torch.uint8
 SEGMENT_CODE = torch.int64
 
@@ -47,7 +48,7 @@ def compact_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -60,11 +61,12 @@ def compact_mask(
     growing = not isinstance(q_offset, Tensor)  # a preallocated cache stores its length in a tensor
     known_end = growing and q_offset + q_length - kv_offset <= kv_length
     if pattern is None or not (known_end or q_length == 1):
-        return sdpa_mask(
+        dense: Tensor = sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
             device=device, allow_is_causal_skip=False,
         )  # fmt: skip
+        return dense
     window, segments = pattern
     if not known_end or (q_length == 1 and q_offset + 1 - kv_offset < kv_length):
         # One query with a preallocated cache: shapes must not change from step to step, or decoding recompiles.
@@ -177,7 +179,7 @@ def _as_boolean(mask: Tensor) -> Tensor:
 
 
 def _pattern(
-    mask_function: Callable, local_size: int | None, config: Any, use_vmap: bool
+    mask_function: MaskFunction, local_size: int | None, config: Any, use_vmap: bool
 ) -> tuple[int | None, Tensor | None] | None:
     """Returns (window, segments) for a causal pattern, or None for a pattern that needs the dense mask."""
     if use_vmap:
@@ -200,7 +202,7 @@ def _pattern(
     return window, segments
 
 
-def _parts(mask_function: Callable) -> list[Callable]:
+def _parts(mask_function: MaskFunction) -> list[MaskFunction]:
     """Returns the functions that a pattern of transformers combines with `and`."""
     if getattr(mask_function, "__code__", None) is not _AND_CODE:
         return [mask_function]

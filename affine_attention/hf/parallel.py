@@ -82,4 +82,5 @@ def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
     size, world = mesh.size(), dist.get_world_size()
     # Transformers gives consecutive ranks to one tensor-parallel group.
     groups = [dist.new_group(list(range(first, world, size))) for first in range(size)]
-    return groups[dist.get_rank() % size]
+    group: dist.ProcessGroup = groups[dist.get_rank() % size]
+    return group

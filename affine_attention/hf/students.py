@@ -96,4 +96,5 @@ def student(
     plain_class: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
     model_class = affine_model_class(plain_class)
     with torch.device(device or torch.get_default_device()):
-        return model_class._from_config(config)
+        model: PreTrainedModel = model_class._from_config(config)
+    return model

@@ -341,7 +341,8 @@ class SelfAttention(nn.Module):
             hidden, query, key, value, mask=mask, is_causal=True, window=self.window, segment_ids=segment_ids,
             impl=self.impl,
         )  # fmt: skip
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
     def _cos_sin(
         self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None, positions: Tensor | None, past: int

@@ -33,7 +33,8 @@ def composed_attention(call: AttentionCall) -> Tensor:
         # CUDA kernels read vectors of 8 elements; padding with zeros changes neither scores nor sums.
         query, key, value = (pad(x, (0, -dim % 8)) for x in (query, key, value))
         gate = None if gate is None else pad(gate, (0, -dim % 8))
-    out = _Composed.apply(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
+    run: Any = _Composed.apply
+    out = run(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
     return out[..., :dim]
 
 
@@ -101,7 +102,7 @@ class _Composed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved = _Saved(*ctx.saved_tensors)
         need = _Gradients(*ctx.needs_input_grad[:7])
         chunks = _batch_chunks(saved.query)

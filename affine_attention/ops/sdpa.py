@@ -213,7 +213,7 @@ class Plain(Kernel):
 
 CPU_KERNELS: tuple[Kernel, ...] = (CpuFlash("cpu_flash"),)
 CUDA_KERNELS: tuple[Kernel, ...] = (CudnnAttention("cudnn"), CudaFlash("flash"), CudaEfficient("efficient"))
-PLAIN = Plain("plain")
+PLAIN: Kernel = Plain("plain")
 
 
 def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> tuple[Kernel, str]:

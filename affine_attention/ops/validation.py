@@ -83,14 +83,13 @@ def check_visibility(
     query: Tensor, key: Tensor, *, mask: Any, is_causal: Any, window: Any, segment_ids: Any
 ) -> Visibility:
     """Validates mask, is_causal, window and segment_ids and combines them into a Visibility."""
-    batch, heads, queries = query.shape[:3]
-    keys = key.shape[2]
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     check_flag("is_causal", is_causal)
     check_window(window)
     if window is not None and window >= LARGE_WINDOW:
         window = min(window, queries + keys)
-    key_mask, pair_mask = _check_mask(mask, query, batch, heads, queries, keys)
-    query_segments, key_segments = _check_segments(segment_ids, query, batch, queries, keys)
+    key_mask, pair_mask = _check_mask(mask, query, keys)
+    query_segments, key_segments = _check_segments(segment_ids, query, keys)
     return Visibility(
         batch, queries, keys, query.device, is_causal, window, query_segments, key_segments, key_mask, pair_mask
     )
@@ -132,9 +131,10 @@ def check_softmax_scale(softmax_scale: Any, dim: int) -> float:
     return float(softmax_scale)
 
 
-def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+def _check_mask(mask: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | None]:
     if mask is None:
         return None, None
+    batch, heads, queries = query.shape[:3]
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a boolean tensor [B, S] or [B, 1|H, T, S], got {type(mask).__name__}")
     check_layout("mask", mask)
@@ -154,9 +154,10 @@ def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None
     )
 
 
-def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+def _check_segments(segment_ids: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | None]:
     if segment_ids is None:
         return None, None
+    batch, queries = query.shape[0], query.shape[2]
     if isinstance(segment_ids, Tensor):
         if queries != keys:
             raise ValueError(
