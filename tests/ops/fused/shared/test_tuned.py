@@ -77,7 +77,7 @@ def test_the_file_can_be_ignored(gpu, monkeypatch):
         (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2"),
         (lambda text: text.replace('"block_m": 32', '"block_m": 48'), "powers of two"),
         (lambda text: text.replace('"num_warps": 8', '"num_warps": "8"'), "num_warps = '8'"),
-        (lambda text: text.replace('"kernel": "forward"', '"kernel": "sideways"'), "no such kernel"),
+        (lambda text: text.replace('"kernel": "forward"', '"kernel": "sideways"'), "unknown kernel"),
         (lambda text: text.replace("num_stages", "stages"), "num_stages"),
         (lambda text: "[]", "list"),
     ],
