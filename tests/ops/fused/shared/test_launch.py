@@ -64,10 +64,36 @@ def test_descriptors_follow_the_address():
 def test_a_launch_that_fails_says_so():
     launch = Launch(_add_kernel, (1,), (Slot(0), Slot(1), (1, 7), 1.5, 100, None, 128))
     x = torch.zeros(128, device="cuda")
-    launch.by_triton((x, x))
-    broken = launch.bound._replace(shared=2**30)
+    run = LaunchSet({"add": [launch]})
+    run.run("add", [x, x], 0)
+    launch.bound = launch.bound._replace(shared=2**30)
     with pytest.raises(RuntimeError, match="launching _add_kernel failed: CUDA error"):
-        launch.by_address(broken, [x.data_ptr(), x.data_ptr()], 0)
+        run.run("add", run.values((x, x)), 0)
+
+
+def test_a_launch_is_packed_once_for_each_list_of_addresses(monkeypatch):
+    """With a driver that only records: equal addresses reuse the packed buffer, and the kept buffers are limited."""
+    seen = []
+    bound = launching._Bound(
+        "kernel", lambda *given: seen.append(given) or 0, 77, 128, 0, 0, 0, struct.Struct("<QQi"),
+        [(0, None, b""), (1, None, b""), (2, None, b"")],
+    )  # fmt: skip
+    launch = Launch(None, (3,), ())
+    launch.bound = bound
+    run = LaunchSet({"only": [launch]})
+    run._is_bound = True
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(launching, "MAX_PACKED", 2)
+    first, second, third = [16, 32, 1], [48, 32, 1], [64, 32, 1]
+    for addresses in (first, first, first, second, second, third, third):
+        run.run("only", addresses, 0)
+    assert len(seen) == 7
+    assert seen[1] == seen[2] != seen[0]  # from the second time on in a buffer of their own
+    assert seen[0] == seen[3] == seen[5]  # the first time in a buffer that all share
+    assert len(run._packed) == 1  # two, cleared for the third
+    (packed,) = next(iter(run._packed.values()))
+    assert struct.unpack("<QQi", bytes(packed.buffers[0])) == (64, 32, 1)
+    assert launching._CONFIG.unpack(bytes(packed.buffers[1]))[:8] == (3, 1, 1, 128, 1, 1, 0, 5)
 
 
 def test_the_buffer_is_laid_out_as_the_driver_says():
