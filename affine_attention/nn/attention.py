@@ -193,7 +193,7 @@ class AttentionMechanism(nn.Module):
         """Runs the operator with this layer's coefficients; returns [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
         num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
-        if self.observer is None and impl == "auto" and query.is_cuda:
+        if query.is_cuda and self.observer is None and type(impl) is str and impl == "auto":
             given = {name: each for name, each in visible.items() if each is not None}
             out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
             if out is not None:
