@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,6 +30,38 @@ def _tile_kernel(x_desc, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile = x_desc.load([0, 0, row, 0]).reshape(ROWS, COLUMNS)
     at = (row + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(y + at, tile * 2)
+
+
+class _OnGpu(NamedTuple):
+    """As much of a tensor as the key of a launch looks at."""
+
+    device: int
+    dtype: torch.dtype = torch.float32
+
+    def get_device(self):
+        return self.device
+
+    def data_ptr(self):
+        return 2**20
+
+
+def test_launches_of_two_gpus_are_kept_apart(monkeypatch):
+    launches = {}
+    monkeypatch.setattr(launching, "_single_launches", launches)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    kernel = Kernel()
+    for device in (0, 1, 0):
+        launching.launch_kernel(kernel, (1,), [_OnGpu(device)], (7,))
+    assert len(launches) == 2
+
+    from affine_attention.ops.fused.op import _kind
+
+    x = torch.empty(2, 2)
+    assert _kind(x) != _kind(x.to("meta")), "plans hold descriptors, and belong to one device"
 
 
 @needs_gpu
