@@ -97,8 +97,8 @@ class _Composed(torch.autograd.Function):
         nan_BHT1 = nan_where_seen(nonfinite, visibility, query.shape[1], out.dtype)
         if nan_BHT1 is not None:
             out = out + nan_BHT1
-        # Without alpha, beta and gate this is the saved tensor itself, so no second copy is kept. It is not converted to
-        # its own dtype: in a graph of torch 2.11 the result would be another output, and all gradients silently 0.
+        # Without alpha, beta and gate this is the saved tensor itself, so no second copy is kept. It is not converted
+        # to its own dtype: in a graph of torch 2.11 the result would be another output, and all gradients silently 0.
         return out if out.dtype == query.dtype else out.to(query.dtype)
 
     @staticmethod

@@ -4,8 +4,8 @@ Kernels multiply the value of a masked key by a weight of 0, and 0 * NaN is NaN.
 elements are therefore replaced by zeros, and the output rows that do see such a key are set to NaN afterwards.
 
 Finite keys near 1e38 have the same effect: kernels add -inf to the score of a masked key, which may have overflowed to
-+inf. Eager code on the CPU detects the affected rows (ops/tiles.py). A compiled graph and a GPU cannot do that without a
-synchronisation, so there vectors above `largest_safe` are treated as non-finite.
++inf. Eager code on the CPU detects the affected rows (ops/tiles.py). A compiled graph and a GPU cannot do that without
+a synchronisation, so there vectors above `largest_safe` are treated as non-finite.
 """
 
 from __future__ import annotations
