@@ -41,7 +41,7 @@ ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
 # The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
 (GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
  NUM_TENSORS) = range(19)  # fmt: skip
-# With a projection, in the place of the last one.
+# The slots of a call with a projection, from the last one on.
 HIDDEN, WEIGHT, TOKEN_MASK, DHIDDEN, DWEIGHT, DSUMS, NUM_PROJECTED = range(NUM_TENSORS, NUM_TENSORS + 7)
 
 
