@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from .call import AttentionCall
 from .dtypes import row_dtype, sum_dtype
-from .nonfinite import nan_where_seen, zero_nonfinite
+from .nonfinite_keys import nan_where_seen, zero_nonfinite
 from .tiles import softmax_backward, softmax_forward
 from .visibility import Visibility
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import AttentionCall, Rows
 from .dtypes import row_dtype
-from .nonfinite import nan_where_seen, zero_nonfinite
+from .nonfinite_keys import nan_where_seen, zero_nonfinite
 
 
 def reference_weights(call: AttentionCall) -> Tensor:

@@ -54,4 +54,4 @@ def test_a_scan_in_place_reads_its_tile_before_it_writes():
     scans = [found for text in kernels for found in re.findall(r"tl\.store\(.*tl\.cumsum\(.* \+ carry", text)]
     assert len(scans) == 1, "one copy of the scan"
     source = inspect.getsource(value_sums.scan_kernel.fn)
-    assert source.index("tl.load(place") < source.index("tl.debug_barrier()") < source.index("tl.store(place")
+    assert source.index("tl.load(ptrs") < source.index("tl.debug_barrier()") < source.index("tl.store(ptrs")

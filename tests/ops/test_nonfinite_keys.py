@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from affine_attention import attention
-from affine_attention.ops.nonfinite import largest_safe, zero_nonfinite
+from affine_attention.ops.nonfinite_keys import largest_safe, zero_nonfinite
 from affine_attention.testing import Case, make_inputs, run
 
 NONFINITE = 40
