@@ -1,9 +1,9 @@
 """The attention function and the hooks through which an attached model calls the operator.
 
-A call of an attached model runs: `note_call` (before the decoder: are these packed documents? are weights wanted?),
-then for each layer `note_hidden` (before the attention module: keep what feeds q_proj) and `affine_attention`, in the
-place of transformers' own attention function, after the cache has been updated. What is the same for all layers is
-computed by the first that needs it and kept in the `ForwardCall` of the forward.
+A call of an attached model runs `note_call` before the decoder, which finds packed documents and requests for weights.
+For each layer it then runs `note_hidden` before the attention module, which passes on the input of q_proj, and
+`affine_attention` instead of transformers' own attention function, after the cache has been updated. What is the same
+for all layers is computed by the first layer and kept in the `ForwardCall` of the forward.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _CollectAlpha(torch.autograd.Function):
-    """The identity on alpha [B, T, H]; its backward returns the sums of alpha and the number of tokens for `collected`."""
+    """The identity on alpha [B, T, H]. Its backward returns sums of alpha and a number of tokens for `collected`."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, token_mask: Tensor | None, collected: Tensor) -> Tensor:
