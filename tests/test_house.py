@@ -82,7 +82,7 @@ TESTED_BY = {
     "ops/fused/shared/descriptors.py": "ops/fused/shared/test_launch.py",
     "ops/fused/shared/prologue.py": "ops/fused/cudnn/test_cudnn.py",
     "ops/fused/shared/tile_sizes.py": "ops/fused/shared/test_tuned.py",
-    "ops/fused/shared/tiles.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/shared/tile_functions.py": "ops/fused/flash/test_kernels.py",
     "ops/fused/shared/workspace.py": "ops/fused/hopper/test_backward.py",
     "__main__.py": "test_cli.py",
 }

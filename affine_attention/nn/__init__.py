@@ -1,4 +1,4 @@
-"""Parameters and state around the operator. Names are imported on first use, so that settings do not need torch."""
+"""Modules with the parameters and state of a mechanism. Names are imported on first use: settings do not need torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import AttentionMechanism, Coefficients, KeyValueCache, SelfAttention
+    from .attention import AttentionMechanism, Coefficients, SelfAttention
+    from .key_value_cache import KeyValueCache
     from .mechanism import PRESETS, Mechanism
     from .scaling import (
         AffineScale,
@@ -31,11 +32,15 @@ __all__ = [
 ]
 
 
+MODULES = {
+    **dict.fromkeys(("AttentionMechanism", "Coefficients", "SelfAttention"), "attention"),
+    **dict.fromkeys(("PRESETS", "Mechanism"), "mechanism"),
+    "KeyValueCache": "key_value_cache",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("PRESETS", "Mechanism"):
-        module = "mechanism"
-    else:
-        module = "scaling" if name == "AffineScale" or name.islower() else "attention"
-    return globals().setdefault(name, getattr(import_module(f".{module}", __name__), name))
+    module = import_module(f".{MODULES.get(name, 'scaling')}", __name__)
+    return globals().setdefault(name, getattr(module, name))

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the callback equals the plain loop, and resumes where it stopped."""
+"""transformers' Trainer with the callback equals a plain training loop, also after resuming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_commits_once_per_optimizer_step(tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     rows = make_tokens(8)
     whole = run_trainer(make_student(), tmp_path / "whole", 2, rows, save=True)
     resumed = run_trainer(make_student(), tmp_path / "again", 2, rows, resume=str(tmp_path / "whole" / "checkpoint-1"))

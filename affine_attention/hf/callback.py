@@ -1,4 +1,4 @@
-"""Keeps the running averages of a model right under transformers' Trainer."""
+"""Updates the running averages of a model during training with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..nn import commit_running_alpha
 
 
 class RunningAlphaCallback(TrainerCallback):
-    """Folds alpha into `running_alpha` after every optimizer step: `Trainer(..., callbacks=[RunningAlphaCallback()])`.
+    """Updates `running_alpha` after every optimizer step: `Trainer(..., callbacks=[RunningAlphaCallback()])`.
 
-    Once per step over all micro-batches and ranks, and before a checkpoint is written.
+    There is one update per step for all micro-batches and ranks, before a checkpoint is written.
     """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
