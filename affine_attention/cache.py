@@ -1,4 +1,4 @@
-"""Says where the package keeps what it can make again (packed text, a teacher's states, tile sizes), and empties it."""
+"""The cache folder of tokenized text, tokenizers, teacher states and tile sizes: location, size limit, removal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .files import expanded
 
 LIMIT = "AFFINE_CACHE_LIMIT"  # environment variable: gigabytes
 DEFAULT_LIMIT = 200.0
-RECENT = 24 * 3600.0  # seconds: what was used since then may be in use
+RECENT = 24 * 3600.0  # seconds; entries used more recently may be in use
 ENTRY = re.compile(r"(tokens|tokenizer|teacher)-[0-9a-f]{24}")
-REST = re.compile(r"\.(tokens|tokenizer|teacher)-[0-9a-f]{24}\.(lock|part-.+)")  # of processes, also killed ones
+LEFTOVER = re.compile(r"\.(tokens|tokenizer|teacher)-[0-9a-f]{24}\.(lock|part-.+)")  # locks and partial entries
 
 
 class Entry(NamedTuple):
-    """One folder of the cache."""
+    """One folder in the cache."""
 
     path: Path
     bytes: int
@@ -32,19 +32,19 @@ def default_cache() -> Path:
 
 
 def cache_limit() -> float:
-    """Bytes that the cache may hold: AFFINE_CACHE_LIMIT gigabytes, 200 by default."""
+    """Maximum size of the cache in bytes: AFFINE_CACHE_LIMIT gigabytes, 200 by default."""
     text = os.environ.get(LIMIT) or str(DEFAULT_LIMIT)
     try:
         limit = float(text)
     except ValueError:
         limit = -1.0
     if not 0 <= limit < 1e9:
-        raise ValueError(f"{LIMIT} must be a number of gigabytes from 0 on, got {text[:80]!r}")
+        raise ValueError(f"{LIMIT} must be a non-negative number of gigabytes, got {text[:80]!r}")
     return limit * 1e9
 
 
 def cache_entries(cache: Path) -> list[Entry]:
-    """What this package has put into a cache folder, the least recently used first."""
+    """The entries of this package in a cache folder, least recently used first."""
     if not cache.is_dir():
         return []
     found = []
@@ -56,15 +56,15 @@ def cache_entries(cache: Path) -> list[Entry]:
 
 
 def note_use(folder: Path) -> None:
-    """Marks an entry as used now."""
+    """Sets the last use of an entry to now."""
     if os.access(folder, os.W_OK):
         os.utime(folder)
 
 
 def remove_oldest(cache: Path, keep: str) -> list[Path]:
-    """Removes the least recently used entries until the rest is within the limit; returns their paths.
+    """Removes the least recently used entries until the cache is within its limit; returns the removed paths.
 
-    Neither the entry `keep` nor one that was used in the last day is removed: another process may be reading it.
+    The entry `keep` and entries used within the last day are kept, because another process may be reading them.
     """
     entries, limit = cache_entries(cache), cache_limit()
     total = sum(entry.bytes for entry in entries)
@@ -78,11 +78,11 @@ def remove_oldest(cache: Path, keep: str) -> list[Path]:
 
 
 def clear_cache(cache: Path) -> int:
-    """Removes what this package can make again from a cache folder, and nothing else; the bytes that were freed."""
+    """Removes this package's entries, and nothing else, from a cache folder; returns the freed bytes."""
     entries = cache_entries(cache)
     for entry in entries:
         shutil.rmtree(entry.path)
     for path in cache.iterdir() if cache.is_dir() else ():
-        if REST.fullmatch(path.name) and not path.is_symlink():
+        if LEFTOVER.fullmatch(path.name) and not path.is_symlink():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return sum(entry.bytes for entry in entries)

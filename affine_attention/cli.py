@@ -1,4 +1,4 @@
-"""The command `affine`: parse, build, call, nothing else."""
+"""The command line `affine`: parses arguments and calls the package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from .version import __version__
 from .visible import printable, visible
 
-MOST_SETTINGS = 1000  # of one command
+MOST_SETTINGS = 1000  # --set options per command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; errors that a user can mend are one line, not a traceback (AFFINE_TRACEBACK=1 shows it)."""
+    """Runs one command. User errors are shown as one line; AFFINE_TRACEBACK=1 shows the traceback."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     records, warning = logging.getLogRecordFactory(), warnings.formatwarning
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("AFFINE_TRACEBACK"):
             raise
         said = f"affine {options.command}: {str(error) or 'out of memory'}"
-        # A line break is ours where a list follows. Elsewhere it is part of a name.
+        # Our own messages have a line break only before a list; any other line break is part of a name.
         _say(said if ":\n  " in said else visible(said), sys.stderr)
         return 2
-    except Exception as error:  # a fault of this package or of a library: one line all the same
+    except Exception as error:  # a bug in this package or a library
         if os.environ.get("AFFINE_TRACEBACK"):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
@@ -53,21 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _VisibleRecord(logging.LogRecord):
-    """What libraries log, and what they warn of, repeats names from files, too."""
+    """Escapes control characters in log messages and warnings of libraries, which may contain untrusted names."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse repeats unknown arguments as they are: a shell pattern can expand to any file name."""
+    """Escapes control characters in errors of argparse, which repeats unknown arguments unchanged."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message), file)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="affine", description="Affine-Scaled Attention: distil, evaluate, look inside, report.")
+    parser = _Parser(prog="affine", description="Affine-Scaled Attention: distil, evaluate, inspect and report.")
     parser.add_argument("--version", action="version", version=f"affine_attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (
@@ -92,14 +92,14 @@ def _command(commands: Any, name: str, text: str, run: Any) -> argparse.Argument
 
 
 def _add_train(commands: Any) -> None:
-    parser = _command(commands, "train", "train a student, from a teacher or from text alone", _train)
+    parser = _command(commands, "train", "train a student, with or without a teacher", _train)
     _add_recipe_options(parser)
-    parser.add_argument("--mechanism", default="affine", help="a preset's name (default: affine)")
-    parser.add_argument("--out", type=_path, metavar="RUN", help="its folder (default: runs/RECIPE-MECHANISM-seedN)")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and its cost, and stop")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: devices to plan for (default: 1)")
+    parser.add_argument("--mechanism", default="affine", help="name of a preset (default: affine)")
+    parser.add_argument("--out", type=_path, metavar="RUN", help="run folder (default: runs/RECIPE-MECHANISM-seedN)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings and the cost, then exit")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: number of devices (default: 1)")
     parser.add_argument("--report-to", action="append", default=[], metavar="NAME", help="tensorboard, wandb, ...")
-    parser.add_argument("--no-resume", action="store_true", help="refuse a folder that holds a run already")
+    parser.add_argument("--no-resume", action="store_true", help="fail if the folder already holds a run")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -130,19 +130,19 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _add_evaluate(commands: Any) -> None:
-    parser = _command(commands, "evaluate", "perplexity on held-out text, and zero-shot tasks", _evaluate)
-    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or of a checkpoint")
+    parser = _command(commands, "evaluate", "measure perplexity on held-out text, and zero-shot tasks", _evaluate)
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="run folder or checkpoint folder")
     parser.add_argument(
-        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set; may be given again"
+        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out text; repeatable"
     )
-    parser.add_argument("--tasks", help="names with commas; `paper`: the paper's six and LAMBADA (default with data)")
-    parser.add_argument("--task-data", type=_path, metavar="DIR", help="records of the tasks, to run without network")
-    parser.add_argument("--limit", type=int, help="at most this many items of a task")
-    parser.add_argument("--batch-size", type=int, help="sequences in a forward (default: chosen by the device)")
+    parser.add_argument("--tasks", help="comma-separated; `paper`: the paper's six and LAMBADA")
+    parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
+    parser.add_argument("--limit", type=int, help="maximum number of items per task")
+    parser.add_argument("--batch-size", type=int, help="sequences per forward (default: by device)")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="dtype of the computation (default: fp32)")
     _add_engine(parser)
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--output", type=_path, help="where the numbers go for a checkpoint that is not in a run")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--output", type=_path, help="output file for a checkpoint outside of a run")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("harness", "direct"),
         default="harness",
-        help="lm-evaluation-harness, or our own scorer for ready-made contexts: the same accuracies, faster",
+        help="lm-evaluation-harness, or a faster built-in scorer for ready-made contexts with the same accuracies",
     )
 
 
@@ -159,7 +159,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     sets = dict(_pair(text) for text in options.perplexity)
     tasks = None if options.tasks is None else [name for name in options.tasks.split(",") if name]
-    cache: dict[Any, Any] = {}  # the tokens of a task are made once for all runs
+    cache: dict[Any, Any] = {}  # task data is tokenised once for all runs
     for run in options.runs:
         found = evaluate(
             run,
@@ -179,13 +179,13 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = _command(commands, "inspect", "look inside: row sums, first token, entropy, logits, maps", _inspect)
-    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run, or of a checkpoint")
-    parser.add_argument("--text", help="a file to look at (default: the run's held-out text)")
-    parser.add_argument("--sequences", type=int, default=10, help="how many (the paper: 10)")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of each (the paper: 1k)")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--output", type=_path, metavar="DIR", help="where the numbers go for a bare checkpoint")
+    parser = _command(commands, "inspect", "measure attention: row sums, first token, entropy, logits, maps", _inspect)
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="run folder or checkpoint folder")
+    parser.add_argument("--text", help="text file (default: the run's held-out text)")
+    parser.add_argument("--sequences", type=int, default=10, help="number of sequences (default and paper: 10)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (default and paper: 1024)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--output", type=_path, metavar="DIR", help="output folder for a checkpoint outside of a run")
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -205,10 +205,10 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Any) -> None:
-    parser = _command(commands, "report", "one page with the paper's tables and figures for these runs", _report)
-    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="folder of a run")
+    parser = _command(commands, "report", "write one page with the paper's tables and figures", _report)
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", type=_path, default=Path("report.html"), help="(default: report.html)")
-    parser.add_argument("--markdown", type=_path, metavar="FILE", help="the same tables as GitHub markdown too")
+    parser.add_argument("--markdown", type=_path, metavar="FILE", help="also write the tables as GitHub markdown")
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -221,9 +221,9 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _add_gradients(commands: Any) -> None:
-    parser = _command(commands, "gradients", "gradient norms of a log, as in the paper's Tables 4 and 5", _gradients)
-    parser.add_argument("logs", nargs="+", type=_path, metavar="LOG", help="a run's folder, or any log.jsonl")
-    parser.add_argument("--steps", type=int, default=500, help="the first so many steps (the paper: 500)")
+    parser = _command(commands, "gradients", "gradient-norm statistics, as in the paper's Tables 4 and 5", _gradients)
+    parser.add_argument("logs", nargs="+", type=_path, metavar="LOG", help="run folder or log.jsonl")
+    parser.add_argument("--steps", type=int, default=500, help="number of steps (default and paper: 500)")
 
 
 def _gradients(options: argparse.Namespace) -> int:
@@ -236,10 +236,10 @@ def _gradients(options: argparse.Namespace) -> int:
 
 def _add_tune(commands: Any) -> None:
     parser = _command(
-        commands, "tune", "find the fastest tile sizes of the Triton kernels for this GPU, and save them", _tune
+        commands, "tune", "find and save the fastest tile sizes of the Triton kernels for this GPU", _tune
     )
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], metavar="D", help="default: 64 128")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the calls")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the inputs")
     parser.add_argument("--length", type=int, default=2048, metavar="T", help="of the sequences (default: 2048)")
 
 
@@ -247,11 +247,11 @@ def _tune(options: argparse.Namespace) -> int:
     from .ops.fused import HAS_TRITON
 
     if not HAS_TRITON:
-        raise ImportError("Triton is needed, which is not installed; CUDA builds of torch bring it along")
+        raise ImportError("Triton is not installed; it is part of CUDA builds of torch")
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("a CUDA GPU is needed, and torch sees none; on the CPU there is nothing to tune")
+        raise ValueError("tuning needs a CUDA GPU, but torch sees none")
     from .ops.fused.flash.tune import tune_and_save
 
     for line in tune_and_save(options.head_dims, getattr(torch, options.dtype), options.length):
@@ -260,9 +260,9 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _add_cache(commands: Any) -> None:
-    parser = _command(commands, "cache", "show what is kept to be used again, and empty it", _cache)
-    parser.add_argument("--cache", type=_path, metavar="DIR", help="(default: the user's cache)")
-    parser.add_argument("--clear", action="store_true", help="remove tokenized text, tokenizers and teachers' states")
+    parser = _command(commands, "cache", "show or empty the cache", _cache)
+    parser.add_argument("--cache", type=_path, metavar="DIR", help="cache folder (default: the user's cache)")
+    parser.add_argument("--clear", action="store_true", help="remove tokenized text, tokenizers and teacher states")
 
 
 def _cache(options: argparse.Namespace) -> int:
@@ -293,30 +293,32 @@ def _recipes(options: argparse.Namespace) -> int:
     for name, function in RECIPES.items():
         print(f"  {name:<22}{(function.__doc__ or '').splitlines()[0]}")
     print("\nmechanisms\n  " + ", ".join(PRESETS))
-    print("\nsettings (--set key=value; mechanism.KEY and student_changes.KEY reach inside)")
+    print("\nsettings (--set KEY=VALUE; nested: mechanism.KEY and student_changes.KEY)")
     for name, text in setting_help().items():
         print(f"  {name:<22}{text}")
     return 0
 
 
 def _add_study(commands: Any) -> None:
-    parser = _command(commands, "study", "distil one student for each mechanism, evaluate, inspect, report", _study)
+    parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
     _add_recipe_options(parser)
     parser.add_argument(
-        "--mechanisms",
-        default="softmax,sink,gated,affine,affine_gated",
-        help="with commas (default: %(default)s)",
+        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
     )
-    parser.add_argument("--seeds", default="0", help="numbers with commas (default: 0)")
-    parser.add_argument("--teacher-steps", type=int, metavar="N", help="of the teacher, when the study trains it")
+    parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
+    parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
     parser.add_argument("--out", type=_path, default=Path("runs/study"), metavar="DIR", help="(default: runs/study)")
-    parser.add_argument("--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out set more")
-    parser.add_argument("--tasks", help="names with commas, or `paper`; needs --task-data without network")
-    parser.add_argument("--task-data", type=_path, metavar="DIR", help="records of the tasks, to run without network")
+    parser.add_argument(
+        "--perplexity", action="append", default=[], metavar="NAME=FILE", help="a held-out text; repeatable"
+    )
+    parser.add_argument("--tasks", help="comma-separated, or `paper`; offline use needs --task-data")
+    parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
     _add_engine(parser)
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="students at a time, each in its process")
-    parser.add_argument("--discard-weights", action="store_true", help="keep logs and results of a student, no weights")
-    parser.add_argument("--plan", action="store_true", help="print what would run and its cost, and stop")
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="N", help="students at a time, each in its own process"
+    )
+    parser.add_argument("--discard-weights", action="store_true", help="keep logs and results, not the weights")
+    parser.add_argument("--plan", action="store_true", help="print the runs and their cost, then exit")
     parser.add_argument("--quiet", action="store_true", help="no live table")
 
 
@@ -348,21 +350,21 @@ def _study(options: argparse.Namespace) -> int:
             cache=options.cache,
         )
         _say(page)
-    except SystemExit:  # a signal: the step is saved
-        _say(f"affine study: the same command goes on from here; what is done stays in {options.out}", sys.stderr)
+    except SystemExit:  # on a signal, after the step was saved
+        _say(f"affine study: run the same command again to resume; finished runs are in {options.out}", sys.stderr)
         raise
     return 0
 
 
 def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="tiny_cpu", help="see `affine recipes` (default: tiny_cpu)")
-    parser.add_argument("--teacher", help="folder or hub name; none: plain cross-entropy")
+    parser.add_argument("--teacher", help="folder or hub name; `none`: plain cross-entropy")
     parser.add_argument("--data", action="append", metavar="SOURCE", help="file, folder, glob or hf:NAME; repeatable")
     parser.add_argument(
-        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="any setting of the recipe"
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="change a setting; repeatable"
     )
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU where there is one)")
-    parser.add_argument("--cache", type=_path, metavar="DIR", help="for tokenized text (default: the user's cache)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--cache", type=_path, metavar="DIR", help="cache folder (default: the user's cache)")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -374,24 +376,24 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.data:
         settings["data"] = tuple(options.data)
     if len(options.settings) > MOST_SETTINGS:
-        raise ValueError(f"--set may be given {MOST_SETTINGS} times, got {len(options.settings):,}")
+        raise ValueError(f"--set may be given at most {MOST_SETTINGS} times, got {len(options.settings):,}")
     return settings | dict(parse_setting(text) for text in options.settings)
 
 
 def _say(text: object, file: Any = None) -> None:
-    """Prints with control characters spelled out: names come from files and folders of others."""
+    """Prints with control characters escaped: names may come from untrusted files."""
     print(printable(text), file=file or sys.stdout)
 
 
 def _path(text: str) -> Path:
-    """A path of the command line; an empty one, of an unset variable, is not the working directory."""
+    """A path; rejects an empty string, which an unset variable gives and which would mean the working directory."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("must be named, got an empty text; is a variable unset?")
+        raise argparse.ArgumentTypeError("must not be an empty string; is a variable unset?")
     return Path(text)
 
 
 def _quiet_transformers() -> None:
-    """No bar for each of the models that a command loads."""
+    """Switches off the progress bars of loading models."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -408,4 +410,4 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"a seed is a whole number, got {text!r}") from None
+        raise ValueError(f"a seed must be an integer, got {text!r}") from None

@@ -1,14 +1,15 @@
-"""Reads files that may be hostile and writes files that others can rely on: bounded, regular files, whole or absent.
+"""Reads untrusted files within limits, and writes files atomically.
 
-Reading takes regular files only (a pipe or a device in a file's place would block or never end), stops at a limit, also
-while it decompresses, and reports what is wrong in one sentence that names the file. Writing creates a file with an
-unpredictable name, so that an existing link is never written through, and renames it when it is on the disk.
+Reading accepts regular files only (a pipe or a device could block forever), has a size limit that also applies to the
+decompressed data, and reports errors in one sentence that names the file. Writing creates a file with an unpredictable
+name, so that an existing link is never followed, syncs it to disk and renames it.
 """
 
 from __future__ import annotations
 
 import json
 import lzma
+import math
 import os
 import re
 import secrets
@@ -22,36 +23,36 @@ from typing import Any, BinaryIO
 COMPRESSED = ".xz"
 LARGEST_JSON = 128 * 2**20  # bytes of one JSON document, decompressed
 LARGEST_LOG = 512 * 2**20  # bytes of a jsonl file, decompressed
-UNPACKING = 256 * 2**20  # bytes that the decompression itself may take
+UNPACKING = 256 * 2**20  # memory limit of the decompressor in bytes
 PIECE = 2**20
 TEMPORARY_FILE = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)(-[0-9a-f]{8})?\.tmp")
 
 
 def expanded(path: str | Path, what: str) -> Path:
-    """The path with `~` replaced by a home folder; an empty one or a home that is nobody's is refused."""
+    """The path with `~` expanded; raises ValueError for an empty path or an unknown user."""
     if not str(path).strip():
-        raise ValueError(f"{what} must be named, got an empty name; is a variable unset?")
+        raise ValueError(f"{what} must not be an empty string; is a variable unset?")
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(f"{what} {str(path)!r} names a home folder that does not exist; write the path out") from None
+        raise ValueError(f"{what} {str(path)!r} has an unknown home folder; write the full path") from None
 
 
 def is_there(path: Path) -> bool:
-    """True for a file of a run, plain or compressed."""
+    """True if the file exists, plain or compressed."""
     return path.is_file() or path.with_name(path.name + COMPRESSED).is_file()
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BufferedReader]:
-    """A regular file, opened for reading; a pipe, a socket or a device is refused instead of waited for."""
+    """Opens a regular file for reading; raises for a pipe, a socket or a device instead of blocking."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     try:
         mode = os.fstat(handle).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(f"{path} must be a file, got a folder")
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{path} must be a regular file, got a pipe, a socket or a device; put a file there")
+            raise ValueError(f"{path} must be a regular file, got a pipe, a socket or a device")
     except BaseException:
         os.close(handle)
         raise
@@ -60,7 +61,7 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_bytes(path: Path, limit: int = LARGEST_JSON) -> bytes:
-    """What is in a file of a run, plain or compressed; more than `limit` bytes are refused."""
+    """The content of a file, plain or compressed; raises if it has more than `limit` bytes."""
     packed = path.with_name(path.name + COMPRESSED)
     if path.is_file() or not packed.is_file():
         with open_regular(path) as file:
@@ -69,7 +70,7 @@ def read_bytes(path: Path, limit: int = LARGEST_JSON) -> bytes:
         try:
             return _unpacked(file, limit, packed)
         except lzma.LZMAError as error:
-            raise ValueError(f"{packed} cannot be unpacked ({error}); was it cut off?") from error
+            raise ValueError(f"{packed} cannot be decompressed ({error}); is it truncated?") from error
 
 
 def read_json(path: Path, limit: int = LARGEST_JSON) -> Any:
@@ -86,23 +87,23 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, where: str) -> Any:
-    """JSON -> value, or one sentence that names `where`."""
+    """Parses JSON; errors are one sentence that names `where`."""
     try:
         return json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where} is not JSON (line {error.lineno}: {error.msg}); was it edited or cut off?"
+            f"{where} is not JSON (line {error.lineno}: {error.msg}); was it edited or truncated?"
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not JSON (byte {error.start} is not UTF-8); was it damaged?") from error
     except RecursionError:
-        raise ValueError(f"{where} is JSON that is nested too deeply to be read; was it edited?") from None
-    except ValueError as error:  # a number of more digits than Python converts
-        raise ValueError(f"{where} is not JSON that can be read ({error})") from error
+        raise ValueError(f"{where} is nested too deeply; was it edited?") from None
+    except ValueError as error:  # a number with more digits than Python converts
+        raise ValueError(f"{where} cannot be parsed ({error})") from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a jsonl file; a last line that is cut off is left out, a broken one before it is an error."""
+    """The objects of a jsonl file; an incomplete last line is skipped, any other broken line raises."""
     if not is_there(path):
         return
     lines = read_bytes(path, LARGEST_LOG).split(b"\n")
@@ -120,44 +121,66 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def kind(value: Any) -> str:
-    """A JSON value's type in words, for messages."""
+    """The type of a JSON value, for error messages."""
     words = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return words.get(type(value), "a number")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file beside `path`; when the block ends well it is on the disk and takes the place of `path`."""
-    if path.exists() and not path.is_file():  # as root, a rename would take the place of /dev/null
+    """A temporary file that replaces `path` atomically, after it was synced to disk, if the block succeeds."""
+    if path.exists() and not path.is_file():  # as root, os.replace would replace /dev/null
         raise ValueError(f"{path} must be a regular file or a new one, got a folder, a pipe or a device")
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        # "x": a file or link that is there already is an error, not a place to write to.
-        with open(beside, "xb") as file:
+        # "x": an existing file or link raises.
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes beside and renames: a reader sees the old file or the new one."""
+    """Writes a text file atomically: a reader sees the old file or the new one."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes strict JSON: numbers that JSON lacks become null."""
+    write_text(path, json.dumps(plain_numbers(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain_numbers(value: Any) -> Any:
+    """The value for strict JSON: NaN and infinities become None, tensors become lists, paths become text."""
+    if isinstance(value, dict):
+        return {str(key): plain_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_numbers(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):  # a byte-level tokenizer can produce a lone surrogate, which is not valid UTF-8
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return plain_numbers(value.tolist())
+    return value
+
+
 def open_for_appending(path: Path) -> BinaryIO:
-    """A file to add lines to, unbuffered; a link or a pipe in its place is refused."""
-    # O_NONBLOCK: to open a pipe would wait for somebody who reads it.
+    """Opens a file for appending, unbuffered; raises for a link or a pipe."""
+    # O_NONBLOCK: opening a pipe would block until it has a reader.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
-            raise ValueError(f"{path} must be a file of the run, got a link to {os.readlink(path)}") from error
+            raise ValueError(f"{path} must be a regular file, got a link to {os.readlink(path)}") from error
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} must be a regular file") from error
         raise
@@ -169,21 +192,21 @@ def open_for_appending(path: Path) -> BinaryIO:
 
 def _at_most(content: bytes, limit: int, path: Path) -> bytes:
     if len(content) > limit:
-        raise ValueError(f"{path} must hold at most {limit:,} bytes, got more; is it a file of a run?")
+        raise ValueError(f"{path} must have at most {limit:,} bytes, got more")
     return content
 
 
 def _unpacked(file: BinaryIO, limit: int, path: Path) -> bytes:
-    """Piece by piece: a few kilobytes can claim to be gigabytes."""
+    """Decompresses in pieces, because a small file can expand to gigabytes."""
     parts, size = list[bytes](), 0
-    machine = lzma.LZMADecompressor(memlimit=UNPACKING)
-    while not machine.eof:
-        packed = file.read(PIECE) if machine.needs_input else b""
-        if machine.needs_input and not packed:
+    decompressor = lzma.LZMADecompressor(memlimit=UNPACKING)
+    while not decompressor.eof:
+        packed = file.read(PIECE) if decompressor.needs_input else b""
+        if decompressor.needs_input and not packed:
             raise lzma.LZMAError("the end is missing")
-        part = machine.decompress(packed, max_length=PIECE)
+        part = decompressor.decompress(packed, max_length=PIECE)
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise ValueError(f"{path} must hold at most {limit:,} bytes when it is unpacked, got more")
+            raise ValueError(f"{path} must have at most {limit:,} bytes decompressed, got more")
     return b"".join(parts)

@@ -1,17 +1,17 @@
-"""A run is a function of the mechanism: the paper's three, and two that fit one GPU and one laptop."""
+"""Recipes as functions of the mechanism: the paper's three, one for a single GPU and one for a laptop."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from .lab.recipe import Recipe
+from .messages import did_you_mean
 from .nn import Mechanism
 from .nn.mechanism import as_mechanism
 
-EMBEDDED_TEXT = "embedded:gutenberg"  # children's prose that ships with the package
+EMBEDDED_TEXT = "embedded:gutenberg"  # children's prose, included in the package
 
 
 def paper_0_5b(mechanism: Mechanism | str = "affine") -> Recipe:
@@ -42,7 +42,7 @@ def paper_3b(mechanism: Mechanism | str = "affine") -> Recipe:
         mechanism,
         name="paper_3b",
         student="llama-3.2-3b",  # "the same architecture as ... LLaMA3.2-3B" (B.1)
-        # "... and LLaMA3.3-8B, respectively" (5.1). There is no such model; 3.1 is the 8B with this vocabulary.
+        # "... and LLaMA3.3-8B, respectively" (5.1). No such model exists; Llama 3.1 8B has the same vocabulary.
         teacher="meta-llama/Llama-3.1-8B",
         device_batch=4,
         gradient_checkpointing=True,
@@ -50,7 +50,7 @@ def paper_3b(mechanism: Mechanism | str = "affine") -> Recipe:
 
 
 def small_gpu(mechanism: Mechanism | str = "affine") -> Recipe:
-    """Tens of millions of parameters, minutes on one GPU. Give it your data and your teacher."""
+    """30M parameters, minutes on one GPU; set your own data and teacher."""
     return _build(
         mechanism,
         name="small_gpu",
@@ -61,7 +61,7 @@ def small_gpu(mechanism: Mechanism | str = "affine") -> Recipe:
         sequence_length=1024,
         global_batch=64,
         steps=600,
-        warmup_steps=60,  # a tenth, where the paper has a ninetieth: 100 steps of 600 would be a sixth of the run
+        warmup_steps=60,  # a tenth of the run; the paper's 100 steps would be a sixth
         decay_steps=120,
         learning_rate=1e-3,  # the best of 1e-3, 2e-3 and 4e-3 for softmax and for affine (docs/study.md)
         weight_decay=0.1,
@@ -72,20 +72,20 @@ def small_gpu(mechanism: Mechanism | str = "affine") -> Recipe:
 
 
 def tiny_cpu(mechanism: Mechanism | str = "affine") -> Recipe:
-    """A million parameters, a minute or two on two cores, with the text that ships with the package."""
+    """One million parameters, one or two minutes on two cores, with the embedded text."""
     return _build(
         mechanism,
         name="tiny_cpu",
         student="llama-1m",
         data=(EMBEDDED_TEXT,),
-        heldout=0.05,  # of a small text: one in a hundred documents would be a page
+        heldout=0.05,  # the text is small: 1 % of the documents would be a page
         vocabulary_size=2048,
         sequence_length=128,
         global_batch=16,
         steps=300,
         warmup_steps=30,
         decay_steps=60,
-        learning_rate=2e-3,  # the paper's rate is for 500 times the parameters; small models take a higher one
+        learning_rate=2e-3,  # small models need a higher rate; the paper's students are 500 times larger
         weight_decay=0.1,
         save_every=100,
         probe_every=10,
@@ -93,7 +93,7 @@ def tiny_cpu(mechanism: Mechanism | str = "affine") -> Recipe:
 
 
 def tiny_teacher() -> Recipe:
-    """The teacher of `tiny_cpu` when none is given: plain softmax, twice as wide, trained on the text itself."""
+    """The default teacher of `tiny_cpu`: softmax, twice as wide, trained with plain cross-entropy."""
     return dataclasses.replace(
         tiny_cpu("softmax"),
         name="tiny_teacher",
@@ -109,13 +109,13 @@ def tiny_teacher() -> Recipe:
 
 
 def small_teacher() -> Recipe:
-    """The teacher of `small_gpu` when none is given."""
+    """The default teacher of `small_gpu`."""
     return dataclasses.replace(
         small_gpu("softmax"), name="small_teacher", student="llama-100m", device_batch=32, probe_every=0
     )
 
 
-# What a study trains first when it is given no teacher.
+# The teachers that a study trains first if no teacher is given.
 TEACHERS: dict[str, Callable[[], Recipe]] = {"tiny_cpu": tiny_teacher, "small_gpu": small_teacher}
 
 RECIPES: dict[str, Callable[[Mechanism | str], Recipe]] = {
@@ -124,42 +124,40 @@ RECIPES: dict[str, Callable[[Mechanism | str], Recipe]] = {
 
 
 def recipe(name: str, mechanism: Mechanism | str = "affine", settings: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe by name, with settings changed.
+    """A recipe by name, with changed settings.
 
-    N of Eq. 8 is the training length unless it is set: changing `sequence_length` changes `mechanism.bias_length` too.
+    By default N of Eq. 8 is the training length: changing `sequence_length` also changes `mechanism.bias_length`.
     """
     if name not in RECIPES:
-        near = get_close_matches(str(name), RECIPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}{hint}")
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}{did_you_mean(name, RECIPES)}")
     changed = RECIPES[name](mechanism).with_settings(settings or {})
-    asked = isinstance(mechanism, Mechanism) or {"mechanism.bias_length", "mechanism"} & set(settings or {})
-    return changed if asked else with_training_length(changed)
+    explicit = isinstance(mechanism, Mechanism) or {"mechanism.bias_length", "mechanism"} & set(settings or {})
+    return changed if explicit else with_training_length(changed)
 
 
 def with_training_length(recipe: Recipe) -> Recipe:
-    """The recipe with N of Eq. 8 at its own sequence length."""
+    """The recipe with N of Eq. 8 set to its sequence length."""
     mechanism = dataclasses.replace(recipe.mechanism, bias_length=recipe.sequence_length)
     return dataclasses.replace(recipe, mechanism=mechanism)
 
 
 def _paper(mechanism: Mechanism | str, **settings: Any) -> Recipe:
-    """What the three share; "we set the momentum coefficient to 0.9 consistently" (5.1) is the mechanism's default."""
+    """The settings that the paper's recipes share. Momentum 0.9 (5.1) is the default of the mechanism."""
     return _build(
         mechanism,
         data=("hf:HuggingFaceFW/fineweb-edu:sample-100BT@train",),  # "the 20B-token FineWebEdu dataset" (5.1)
         streaming=True,
-        heldout=0.0001,  # not given; a few thousand documents for the loss on held-out text and Fig. 2's logits
+        heldout=0.0001,  # not in the paper; a few thousand documents for the held-out loss and the logits of Fig. 2
         sequence_length=2048,  # "We fix the sequence length to 2048" (5.1)
         global_batch=1024,  # "use a global batch size of 1024" (5.1)
         steps=9000,  # "1 epoch of total 9000 steps" (B.1)
         learning_rate=1e-3,  # "select 1e-3 for all experiments" (5.1)
         weight_decay=0.1,  # "weight decay of 0.1" (B.1)
         warmup_steps=100,  # "the warmup-stable-decay learning rate scheduler with 100 warmup steps" (B.1)
-        decay_steps=900,  # the paper gives no length: a tenth of the run, the usual choice
+        decay_steps=900,  # not in the paper; a tenth of the run is usual
         kd_weight=1.0,  # "knowledge distillation(KD) loss" (B.2); no other term is named
         ce_weight=0.0,
-        dtype="bfloat16",  # not given
+        dtype="bfloat16",  # not in the paper
         save_every=500,
         probe_every=50,
         **settings,

@@ -1,8 +1,8 @@
-"""Makes inputs, the fp64 oracle and the derived tolerance; shared by the tests and the benchmarks.
+"""Test inputs, an fp64 oracle and a derived tolerance, shared by the tests and the benchmarks.
 
-An implementation is right when its error against fp64 is at most `MAX_ERROR_RATIO` times that of plain PyTorch in the
-same dtype, for the output and for every gradient. Plain PyTorch is the formula as anyone would write it, with
-`torch.softmax` or with `F.scaled_dot_product_attention`, whichever is worse: neither is the better PyTorch everywhere.
+An implementation is correct if its error against fp64 is at most `MAX_ERROR_RATIO` times that of plain PyTorch in the
+same dtype, for the output and for every gradient. Plain PyTorch is the straightforward formula with `torch.softmax` or
+with `F.scaled_dot_product_attention`, whichever has the larger error: neither is more accurate everywhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .ops.visibility import Visibility
 
 MAX_ERROR_RATIO = 2.0
 ENOUGH_ROWS, ENOUGH_SINKS, MOST_REPEATS = 2048, 16, 16
-DIFFERENTIABLE = ("query", "key", "value", "alpha", "beta", "sink", "gate")
+
 VISIBILITIES = ("full", "causal", "window", "segments", "padding", "mask", "head_mask")
 LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator. `visibility` joins kinds with "+", as in "causal+window+padding"."""
+    """One call of the operator. `visibility` combines kinds with "+", as in "causal+window+padding"."""
 
     mechanism: str = "affine"
     visibility: str = "causal"
@@ -55,19 +55,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of a call by name (None where the mechanism has none), its visibility and a gradient for the output."""
+    """Tensors of a call by name (None if the mechanism has none), its visibility and a gradient of the output."""
 
     tensors: dict[str, Tensor | None]
     visible: dict[str, Any]
     grad_out: Tensor = field(repr=False)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers in another dtype."""
+        """The same values in another dtype."""
         tensors = {name: None if x is None else x.detach().to(dtype) for name, x in self.tensors.items()}
         return replace(self, tensors=tensors, grad_out=self.grad_out.to(dtype))
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that are there, detached and asking for a gradient, in the layout they have."""
+        """The tensors that are not None, detached with requires_grad, in their memory layout."""
         return {name: x.detach().requires_grad_() for name, x in self.tensors.items() if x is not None}
 
 
@@ -86,7 +86,7 @@ GRID: dict[str, tuple[Any, ...]] = {
 
 
 def grid_cases(count: int = 0, seed: int = 0, device: str = "cpu") -> list[Case]:
-    """Cases of GRID in which every two values of different axes meet at least once, then random ones up to `count`."""
+    """Cases that cover every pair of values of two axes of GRID (pairwise testing), then random cases up to `count`."""
     draw = random.Random(seed)
     axes = list(GRID)
     waiting = {((a, x), (b, y)) for i, a in enumerate(axes) for b in axes[i + 1 :] for x in GRID[a] for y in GRID[b]}
@@ -95,7 +95,7 @@ def grid_cases(count: int = 0, seed: int = 0, device: str = "cpu") -> list[Case]
     cases: list[Case] = []
     while waiting or len(cases) < count:
         point = {axis: draw.choice(values) for axis, values in GRID.items()}
-        # Put in pairs that are still missing, as many as fit together.
+        # Add as many missing pairs as are compatible.
         fixed: dict[str, Any] = {}
         for pair in queue:
             if pair in waiting and all(fixed.get(axis, value) == value for axis, value in pair):
@@ -116,7 +116,7 @@ def _case_of(point: dict[str, Any], seed: int, device: str) -> Case:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Random inputs of a case: alpha in [0, 1], a bias as large as the softmax part, sinks large and distinct."""
+    """Random inputs: alpha in [0, 1], a bias as large as the softmax part, large and distinct sinks."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -127,7 +127,7 @@ def make_inputs(case: Case) -> Inputs:
     mechanism = Mechanism.named(case.mechanism)
     alpha = torch.rand(shape_q[:3], generator=generator, dtype=torch.float64)
     beta = (0.5 - alpha) * normal(*shape_q[:3]).abs() / math.sqrt(max(case.keys, 1))
-    # A sink of zero hides a dropped sink in bf16; these range from almost nothing to almost everything.
+    # With a sink of zero, an ignored sink could go unnoticed in bf16; these take from almost none to almost all mass.
     sink = torch.linspace(-2.0, 5.0, case.heads, dtype=torch.float64) if mechanism.sink == "learned" else None
     if mechanism.sink == "zero":
         sink = torch.zeros(case.heads, dtype=torch.float64)
@@ -169,18 +169,18 @@ def _make_visibility(case: Case, generator: torch.Generator) -> dict[str, Any]:
             visible["segment_ids"] = (ids[:, ids.shape[1] - queries :], ids[:, ids.shape[1] - keys :])
         elif kind == "padding":
             lengths = torch.randint(0, keys + 1, (batch, 1), generator=generator)
-            visible["mask"] = torch.arange(keys)[None] >= lengths  # left padding, up to a row of nothing else
+            visible["mask"] = torch.arange(keys)[None] >= lengths  # left padding, including rows without real keys
         elif kind == "mask":
             visible["mask"] = torch.rand((batch, 1, queries, keys), generator=generator) < 0.7
         elif kind == "head_mask":
             visible["mask"] = torch.rand((batch, case.heads, queries, keys), generator=generator) < 0.7
         elif kind != "full":
-            raise ValueError(f"visibility must join kinds of {', '.join(VISIBILITIES)} with '+', got {kind!r}")
+            raise ValueError(f"visibility must combine {', '.join(VISIBILITIES)} with '+', got {kind!r}")
     return visible
 
 
 def _lay_out(inputs: Inputs, case: Case) -> Inputs:
-    """The same numbers in memory layouts that callers really have."""
+    """The same values in memory layouts that occur in practice."""
     tensors, grad_out = dict(inputs.tensors), inputs.grad_out
     query, key, value = (inputs.tensors[name] for name in ("query", "key", "value"))
     assert query is not None
@@ -196,13 +196,13 @@ def _lay_out(inputs: Inputs, case: Case) -> Inputs:
         fused = torch.cat([query, key, value], dim=1).transpose(1, 2).contiguous().transpose(1, 2)
         parts = fused.split([query.shape[1], key.shape[1], value.shape[1]], dim=1)
         tensors |= dict(zip(("query", "key", "value"), parts, strict=True))
-    elif case.layout == "strided":  # every second number of a larger tensor, the last dim too
+    elif case.layout == "strided":  # every second element of a larger tensor, also in the last dim
         tensors |= {
             name: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
             for name, x in tensors.items()
             if x is not None and x.dim() == 4
         }
-    elif case.layout == "expanded":  # one key-value head seen as many, and a gradient like that of .sum()
+    elif case.layout == "expanded":  # one key-value head expanded to all, and an expanded gradient like that of .sum()
         tensors |= {"key": key[:, :1].expand_as(key), "value": value[:, :1].expand_as(value)}
         grad_out = torch.ones((), dtype=grad_out.dtype, device=grad_out.device).expand_as(grad_out)
     elif case.layout != "plain":
@@ -211,7 +211,7 @@ def _lay_out(inputs: Inputs, case: Case) -> Inputs:
 
 
 def run(inputs: Inputs, impl: str = "auto") -> dict[str, Tensor]:
-    """The output ("out") and the gradient of every tensor that is there, by name."""
+    """The output ("out") and the gradients of all tensors, by name."""
     leaves = inputs.leaves()
     rows: dict[str, Any] = {name: leaves.get(name) for name in ("alpha", "beta", "sink", "gate")}
     out = attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible, impl=impl)
@@ -219,12 +219,12 @@ def run(inputs: Inputs, impl: str = "auto") -> dict[str, Tensor]:
 
 
 def run_oracle(inputs: Inputs) -> dict[str, Tensor]:
-    """`run` in fp64 through the reference: the truth."""
+    """`run` in fp64 with the reference implementation: the ground truth."""
     return run(inputs.to(torch.float64), impl="reference")
 
 
 def run_plain(inputs: Inputs) -> list[dict[str, Tensor]]:
-    """`run` through plain PyTorch in the dtype of the inputs, written in two ways: the yardsticks."""
+    """`run` with two plain PyTorch implementations in the dtype of the inputs: the baseline of the tolerance."""
     results = []
     for formula in (naive_attention, sdpa_attention):
         leaves = inputs.leaves()
@@ -235,7 +235,7 @@ def run_plain(inputs: Inputs) -> list[dict[str, Tensor]]:
 def naive_attention(
     leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility, softmax_scale: float | None = None
 ) -> Tensor:
-    """[alpha softmax(Q K^T / sqrt(d)) + beta] V as the paper writes it: T x S weights in the dtype of query."""
+    """[alpha softmax(Q K^T / sqrt(d)) + beta] V as in the paper, with T x S weights in the dtype of query."""
     query, key, value, seen = _plain_inputs(leaves, visible)
     rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
@@ -256,7 +256,7 @@ def naive_attention(
 def sdpa_attention(
     leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility, softmax_scale: float | None = None
 ) -> Tensor:
-    """The same with PyTorch's attention for the softmax part; a sink is one more key of zeros with a bias."""
+    """The same with PyTorch's SDPA for the softmax part; a sink is an additional zero key with a bias."""
     query, key, value, seen = _plain_inputs(leaves, visible)
     rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
     batch, heads, queries, _ = query.shape
@@ -274,7 +274,7 @@ def sdpa_attention(
             query, softmax_key, softmax_value, attn_mask=bias, scale=softmax_scale
         )
     else:
-        out = query * 0  # the kernel does not survive empty tensors
+        out = query * 0  # the kernel fails for empty tensors
     out = out.masked_fill(~seen.any(-1, keepdim=True), 0)
     if "alpha" in rows:
         out = rows["alpha"][..., None] * out
@@ -286,7 +286,7 @@ def sdpa_attention(
 def _plain_inputs(
     leaves: dict[str, Tensor], visible: dict[str, Any] | Visibility
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key and value with heads repeated, and the dense mask."""
+    """query, key and value with repeated heads, and the dense mask."""
     query, key, value = leaves["query"], leaves["key"], leaves["value"]
     if not isinstance(visible, Visibility):
         options = {"mask": None, "is_causal": False, "window": None, "segment_ids": None} | visible
@@ -302,10 +302,10 @@ def _with_gradients(out: Tensor, leaves: dict[str, Tensor], grad_out: Tensor) ->
 
 
 def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
-    """Error of the output and every gradient against fp64 over that of plain PyTorch; at most MAX_ERROR_RATIO is right.
+    """Error of the output and every gradient against fp64, divided by that of plain PyTorch (see MAX_ERROR_RATIO).
 
-    Errors of a few numbers are luck, so small cases are repeated with other seeds and their squares added up. Where
-    plain PyTorch is exact all the same (one key: a gradient of 0) the unit is the resolution of the dtypes.
+    The errors of a few numbers have a high variance, so small cases are repeated with other seeds and the squared
+    errors are summed. If plain PyTorch is exact (one key: a gradient of 0), the unit is the resolution of the dtypes.
     """
     own: dict[str, float] = defaultdict(float)
     units: dict[str, list[float]] = {}
@@ -315,7 +315,7 @@ def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
         plain = run_plain(inputs)
         for name, truth in oracle.items():
             if truth.numel():
-                # Each number of a sink's gradient is a sum over all rows, and nothing averages its rounding out.
+                # Each element of a sink's gradient is a sum over all rows, whose rounding errors are not averaged out.
                 terms = case.batch * case.queries if name == "grad_sink" else 1
                 found = [_distance(each[name], truth) for each in plain]
                 found.append(_resolution(truth, case.dtype, max(terms, 1)))
@@ -325,7 +325,7 @@ def error_ratios(case: Case, impl: str = "auto") -> dict[str, float]:
 
 
 def _repeats(case: Case) -> int:
-    """Seeds that a case needs so that its errors are no luck: many rows, and a gradient of the sink of many numbers."""
+    """Number of seeds for a low variance of the error: enough rows, and enough elements of the sink's gradient."""
     rows = case.batch * case.heads * case.queries
     if not rows:
         return 1
@@ -336,7 +336,7 @@ def _repeats(case: Case) -> int:
 
 
 def error_ratio(result: Tensor, plain: list[Tensor], truth: Tensor, terms: int = 1) -> float:
-    """Error of one tensor over that of plain PyTorch; `terms` numbers of order 1 are summed in each of its elements."""
+    """Error of a tensor divided by that of plain PyTorch; each element is a sum of `terms` numbers of order 1."""
     if not truth.numel():
         return 0.0
     return _distance(result, truth) / max(
@@ -349,6 +349,6 @@ def _distance(x: Tensor, truth: Tensor) -> float:
 
 
 def _resolution(truth: Tensor, dtype: torch.dtype, terms: int) -> float:
-    """Half a unit in the last place of the result, and one of each fp32 (or fp64) term of order 1 that it sums."""
+    """Half an ulp of the result, plus one ulp of each summed fp32 (or fp64) term of order 1."""
     rounding = float(torch.linalg.vector_norm(truth)) * torch.finfo(dtype).eps / 2
     return rounding + math.sqrt(truth.numel() * terms) * torch.finfo(row_dtype(dtype)).eps

@@ -1,18 +1,19 @@
-"""Turns text from outside into text that is safe to show: what acts instead of showing is spelled out."""
+"""Escapes control characters and invisible characters in untrusted text, so that it is safe to display."""
 
 from __future__ import annotations
 
 import unicodedata
 
 _NAMED = {"\n": "↵", "\t": "⇥", "\r": "␍"}
-_ACTING = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # controls, bidi and zero-width marks, surrogates, line separators
+# Unicode categories: control, format, surrogate, private use, unassigned, line and paragraph separators.
+_ESCAPED = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def visible(text: object) -> str:
-    """The text with every character that acts instead of showing spelled out: `a\\x00b` becomes `a⟨U+0000⟩b`.
+    """The text with control and invisible characters escaped: `a\\x00b` becomes `a⟨U+0000⟩b`.
 
-    Controls, bidi marks, zero-width characters and lone surrogates can turn a line around, hide a word, move a cursor
-    or break a file. A zero-width joiner between two symbols stays, since emoji are made with it.
+    Control characters, bidi marks, zero-width characters and lone surrogates can reverse a line, hide text, move the
+    cursor or break a file. A zero-width joiner between two symbols is kept, because emoji need it.
     """
     given = str(text)
     if given.isascii() and given.isprintable():
@@ -23,7 +24,7 @@ def visible(text: object) -> str:
             shown.append(_NAMED[letter])
         elif letter == "\u200d" and 0 < index < len(given) - 1 and ord(given[index + 1]) > 0x2000:
             shown.append(letter)
-        elif unicodedata.category(letter) in _ACTING:
+        elif unicodedata.category(letter) in _ESCAPED:
             shown.append(f"⟨U+{ord(letter):04X}⟩")
         else:
             shown.append(letter)
@@ -31,7 +32,7 @@ def visible(text: object) -> str:
 
 
 def printable(text: object, longest: int = 20_000) -> str:
-    """Text for a terminal: its lines stay lines, all else as `visible` shows it, and a very long one is cut."""
+    """Text for a terminal: line breaks are kept, other characters are escaped as in `visible`, long text is cut."""
     given = str(text)
     rest = f" … ({len(given):,} characters)" if len(given) > longest else ""
     return "\n".join(visible(line) for line in given[:longest].split("\n")) + rest

@@ -42,7 +42,7 @@ def inspect_layer(mechanism: str, length: int, dtype: str) -> dict[str, float]:
     result = inspect(model, text=ids, sequences=1, length=length)
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
     assert result["tokens"] == length
-    assert result["missing"] == ["there was no tokenizer: the tokens of the maps are shown as their ids"]
+    assert result["missing"] == ["there is no tokenizer, so the maps show token ids"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"before": before, "peak": peak, "seconds": seconds, "cpu_seconds": cpu_seconds}
 

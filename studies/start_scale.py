@@ -1,11 +1,11 @@
-"""Tests whether gates beat softmax early in training only because their attention starts weaker.
+"""Tests whether gates beat softmax early in training because they are learned, or only because they start weaker.
 
     python -m studies.start_scale OUT [--seeds 0 1 2]
 
-alpha and the gates are about one half before the first step, so attention's part of the residual stream starts at half
-its size. Here softmax students start with the weights of attention's output projection times 1, 1/2, 1/4 and 0, and
-nothing else changed; the gated mechanisms are trained for comparison. `tiny_cpu` for 150 steps, plain cross-entropy on
-the text that ships with the package: about half a minute per student on two cores. Prints the table of docs/study.md.
+alpha and the gates are about 0.5 before the first step, so the attention output starts at half its size. Here softmax
+students start with the attention output projection multiplied by 1, 1/2, 1/4 and 0 and are compared with the gated
+mechanisms. `tiny_cpu` for 150 steps with plain cross-entropy on the embedded text: about half a minute per student on
+two cores. Prints the table of docs/study.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTH = {"teacher": None, "steps": 150, "decay_steps": 30, "save_every": 0, "pr
 
 
 def scaled_softmax(out: Path, factor: float, seed: int) -> Path:
-    """A softmax student whose attention starts weaker."""
+    """A softmax student whose attention output starts smaller."""
     chosen = recipe("tiny_cpu", "softmax", LENGTH | {"seed": seed, "data_seed": seed})
     folder = out / f"start-{factor:g}-seed{seed}"
     if not folder.exists():
@@ -47,7 +47,7 @@ def mechanism_run(out: Path, mechanism: str, seed: int) -> Path:
 
 
 def measures(folder: Path) -> tuple[float, float]:
-    """(cross-entropy of steps 50 to 100, of held-out text at the end)."""
+    """(cross-entropy of steps 50 to 100, held-out loss at the end)."""
     log = RunFolder(folder).log()
     early = [line["ce_loss"] for line in log[EARLY[0] : EARLY[1]]]
     return sum(early) / len(early), log[-1]["eval_loss"]

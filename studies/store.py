@@ -1,9 +1,9 @@
-"""Keeps runs for later: recipe, manifest, log, events, evaluation and inspection, without weights, compressed.
+"""Stores runs without weights: recipe, manifest, log, events, evaluation and inspection, compressed.
 
     python -m studies.store RUNS TARGET [--maps NAME ...]
 
-RUNS is the folder of a study; each of its runs becomes a folder of TARGET of some 100 kB, from which `affine report`
-makes the same tables and figures. Numbers of the log keep seven digits; attention maps are kept for named runs only.
+RUNS is a study folder; each run becomes a folder of about 100 kB in TARGET, from which `affine report` makes the same
+tables and figures. Numbers in the log are rounded to seven digits; attention maps are stored only for the named runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGITS = 7
 
 
 def store(run: RunFolder, target: Path, maps: bool = False) -> None:
-    """One run; what is there in the target is replaced."""
+    """Stores one run; existing files in the target are replaced."""
     target.mkdir(parents=True, exist_ok=True)
     for name in PLAIN:
         if (run.path / name).is_file():
@@ -38,7 +38,7 @@ def store(run: RunFolder, target: Path, maps: bool = False) -> None:
 
 
 def shortened(value: Any) -> Any:
-    """The same with floats of seven digits: what float32 knows."""
+    """The value with floats rounded to seven digits, the precision of float32."""
     if isinstance(value, dict):
         return {key: shortened(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--maps", nargs="*", default=[], metavar="NAME", help="runs whose attention maps are kept")
+    parser.add_argument("--maps", nargs="*", default=[], metavar="NAME", help="runs whose attention maps are stored")
     given = parser.parse_args()
     runs = [RunFolder(path) for path in sorted(given.runs.iterdir()) if RunFolder(path).exists]
     for run in runs:

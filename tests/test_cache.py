@@ -50,7 +50,7 @@ def test_a_limit_is_a_number(text, monkeypatch):
         cache_limit()
 
 
-def test_emptying_removes_ours_alone(tmp_path):
+def test_emptying_removes_only_our_entries(tmp_path):
     make_entry(tmp_path, NEW, 3000, 0)
     make_entry(tmp_path, f".{NEW}.part-77-abcd", 5, 0)
     (tmp_path / f".{NEW}.lock").touch()
@@ -63,7 +63,7 @@ def test_emptying_removes_ours_alone(tmp_path):
     assert clear_cache(tmp_path / "nowhere") == 0
 
 
-def test_a_home_of_nobody_is_one_sentence(monkeypatch):
+def test_an_unknown_home_folder_is_reported(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
-    with pytest.raises(ValueError, match="home folder that does not exist"):
+    with pytest.raises(ValueError, match="unknown home folder"):
         default_cache()

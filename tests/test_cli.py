@@ -1,4 +1,4 @@
-"""The command: what it says, what it returns, and one run through all of its verbs."""
+"""The command line: output, exit codes, and one run through all commands."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
     assert main(["train", "--recipe", "paper_1b", "--out", str(tmp_path / "x"), "--dry-run", "--ranks", "8"]) == 0
     text = capsys.readouterr().out
     assert "learning_rate = 0.001" in text
-    assert "1.049M are the mechanism's" in text
+    assert "1.049M of the mechanism" in text
     assert "18.874B" in text
     assert not (tmp_path / "x").exists()
     assert main(["study", "--plan", "--mechanisms", "softmax,affine", "--seeds", "0,1"]) == 0
@@ -87,38 +87,38 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         (["train", "--mechanism", "afine"], "did you mean 'affine'?"),
         (["train", "--set", "stepz=3"], "did you mean 'steps'?"),
         (["train", "--set", "steps"], "a setting is written key=value, got 'steps'"),
-        (["train", "--recipe", "paper_1b", "--ranks", "7", "--dry-run"], "cannot be shared evenly by 7 ranks"),
+        (["train", "--recipe", "paper_1b", "--ranks", "7", "--dry-run"], "is not divisible by 7 ranks"),
         (["train", "--data", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
         (["evaluate", "nowhere"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
         (["gradients", "nowhere"], "nowhere"),
         (["study", "--mechanisms", "softmax,afine"], "did you mean 'affine'?"),
-        (["study", "--seeds", "one"], "a seed is a whole number, got 'one'"),
+        (["study", "--seeds", "one"], "a seed must be an integer, got 'one'"),
         (["train", "--device", "nope"], 'device must be "cpu" or "cuda", got \'nope\''),
-        (["train", "--data", "", "--device", "cpu"], "data must name files, got an empty text"),
-        (["train", "--teacher", "", "--device", "cpu"], "teacher must be named, got an empty text"),
+        (["train", "--data", "", "--device", "cpu"], "data must not contain an empty string"),
+        (["train", "--teacher", "", "--device", "cpu"], "teacher must not be an empty string"),
         (["train", "--set", "name=../../x"], "name must be printable, without / "),
-        (["train", "--data", "/dev/zero", "--device", "cpu"], "/dev/zero is neither a file nor a folder"),
-        (["train", "--data", "~nobody-has-this/x", "--device", "cpu"], "names a home folder that does not exist"),
+        (["train", "--data", "/dev/zero", "--device", "cpu"], "/dev/zero must be a file or a folder"),
+        (["train", "--data", "~nobody-has-this/x", "--device", "cpu"], "has an unknown home folder"),
         (["train", "--device", "cpu", "--set", "student_changes.vocab_size=1000000000"], "GiB of memory"),
         (["train", "--device", "cpu", "--set", "student_changes.num_hidden_layers=1000000000"], "at most 4,096"),
         (["train", "--device", "cpu", "--set", "student_changes.num_attention_heads=0"], "cannot be built with"),
         (["train", "--device", "cpu", "--set", "vocabulary_size=1000000000"], "vocabulary_size must be at most"),
         (["train", "--set", "steps=1" + "0" * 400], "steps must be"),
-        (["train", *["--set", "steps=1"] * 1001], "--set may be given 1000 times, got 1,001"),
+        (["train", *["--set", "steps=1"] * 1001], "--set may be given at most 1000 times, got 1,001"),
         (["train", "--ranks", "0", "--dry-run"], "ranks must be at least 1, got 0"),
         (["evaluate", "nowhere", "--batch-size", "0"], "batch_size must be None or an integer of at least 1, got 0"),
         (["evaluate", "nowhere", "--perplexity", "c4="], "--perplexity must name a file"),
-        (["study", "--mechanisms", "affine+student=a b,affine+student=a_b"], "would both be in"),
+        (["study", "--mechanisms", "affine+student=a b,affine+student=a_b"], "would both use"),
         pytest.param(
             ["tune"],
-            "a CUDA GPU is needed",
+            "tuning needs a CUDA GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
 )
-def test_errors_are_one_line_that_names_the_way_out(arguments, words, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line_that_explains_what_to_do(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
     assert main(arguments) == 2
@@ -147,10 +147,10 @@ def test_it_is_a_module_and_a_script():
 def test_an_empty_path_is_not_the_working_directory(option, capsys):
     with pytest.raises(SystemExit):
         main(["train", option, ""])
-    assert "got an empty text" in capsys.readouterr().err
+    assert "must not be an empty string" in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_one_line_too(monkeypatch, capsys):
+def test_an_unexpected_error_is_one_line_too(monkeypatch, capsys):
     monkeypatch.delenv("AFFINE_TRACEBACK", raising=False)
     monkeypatch.setattr("affine_attention.recipes.RECIPES", None)
     assert main(["recipes"]) == 1

@@ -1,12 +1,15 @@
-"""Files that may be hostile are read within bounds; files that are written are new ones, whole or absent."""
+"""Untrusted files are read within limits; files are written atomically."""
 
 from __future__ import annotations
 
+import json
 import lzma
+import math
 import os
 import stat
 
 import pytest
+import torch
 
 from affine_attention.files import (
     open_for_appending,
@@ -15,11 +18,12 @@ from affine_attention.files import (
     read_lines,
     read_table,
     replacing,
+    write_json,
     write_text,
 )
 
 
-def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_or_a_device_is_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     for path in (tmp_path / "manifest.json", tmp_path.joinpath("/dev/zero")):
         with pytest.raises(ValueError, match="must be a regular file"):
@@ -39,7 +43,7 @@ def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
         (b"", "line 1"),
     ],
 )
-def test_what_is_no_json_is_one_sentence_with_the_file(content, words, tmp_path):
+def test_invalid_json_is_one_sentence_with_the_file(content, words, tmp_path):
     path = tmp_path / "recipe.json"
     path.write_bytes(content)
     with pytest.raises(ValueError) as error:
@@ -58,7 +62,7 @@ def test_json_of_another_kind_is_named(tmp_path):
         list(read_lines(tmp_path / "log.jsonl"))
 
 
-def test_a_file_has_a_largest_size_plain_or_unpacked(tmp_path):
+def test_files_have_a_size_limit_plain_or_decompressed(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 101)
     with pytest.raises(ValueError, match="at most 100 bytes"):
         read_bytes(tmp_path / "a", 100)
@@ -66,10 +70,10 @@ def test_a_file_has_a_largest_size_plain_or_unpacked(tmp_path):
     bomb = lzma.compress(bytes(50 * 2**20))
     assert len(bomb) < 10_000
     (tmp_path / "b.xz").write_bytes(bomb)
-    with pytest.raises(ValueError, match="when it is unpacked"):
+    with pytest.raises(ValueError, match="bytes decompressed"):
         read_bytes(tmp_path / "b", 2**20)
     (tmp_path / "c.xz").write_bytes(bomb[:500])
-    with pytest.raises(ValueError, match="cannot be unpacked"):
+    with pytest.raises(ValueError, match="cannot be decompressed"):
         read_bytes(tmp_path / "c")
 
 
@@ -104,8 +108,36 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_lines_are_not_added_to_what_a_link_leads_to(tmp_path):
+def test_links_are_not_followed_when_appending(tmp_path):
     (tmp_path / "events.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="got a link"):
         open_for_appending(tmp_path / "events.jsonl")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_json_is_strict_and_written_atomically(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    write_json(path, {"a": math.nan, "b": [math.inf, 1.5], "c": torch.tensor([1.0, 2.0]), "d": tmp_path})
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": [1.0, 2.0],
+        "d": str(tmp_path),
+    }
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    write_json(path.with_name("text.json"), {"token": "\ud83d \x00 </script>"})
+    assert read_json(path.with_name("text.json")) == {"token": "? \x00 </script>"}
+    path.with_name("text.json").unlink()
+    assert read_json(path)["b"] == [None, 1.5], "the old file stays when the new one cannot be written"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+def test_an_incomplete_line_is_not_a_step(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError) as error:
+        list(read_lines(path))
+    assert "line 2" in str(error.value)

@@ -1,4 +1,4 @@
-"""The prose is true: the tree in the docs is the real one, imports go one way, each source file has its test."""
+"""The layout of the project: the tree in the docs, the direction of imports, one test file per source file."""
 
 from __future__ import annotations
 
@@ -55,20 +55,55 @@ def test_imports_go_one_way(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_every_source_file_says_what_it_does(path):
+def test_every_source_file_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
-def has_test(path: Path) -> bool:
-    folder = ROOT / "tests" / path.relative_to(PACKAGE).parent
-    return any(folder.glob(f"test_{path.stem.split('_')[0]}*.py"))
+# Kernels are tested through the operation that they implement: source -> test file, below tests/.
+TESTED_BY = {
+    "ops/fused/cudnn/backward.py": "ops/fused/cudnn/test_cudnn.py",
+    "ops/fused/cudnn/forward.py": "ops/fused/cudnn/test_cudnn.py",
+    "ops/fused/cudnn/kernels.py": "ops/fused/cudnn/test_cudnn.py",
+    "ops/fused/decode/attention.py": "ops/fused/decode/test_decode.py",
+    "ops/fused/decode/kernels.py": "ops/fused/decode/test_decode.py",
+    "ops/fused/decode/op.py": "ops/fused/decode/test_decode.py",
+    "ops/fused/flash/backward.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/flash/forward.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/flash/ranges.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/flash/rule.py": "ops/fused/flash/test_flash.py",
+    "ops/fused/hopper/backward_kernels.py": "ops/fused/hopper/test_backward.py",
+    "ops/fused/hopper/forward_kernels.py": "ops/fused/hopper/test_forward.py",
+    "ops/fused/hopper/recompute.py": "ops/fused/hopper/test_backward.py",
+    "ops/fused/hopper/recompute_kernels.py": "ops/fused/hopper/test_backward.py",
+    "ops/fused/op.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/plan.py": "ops/fused/test_host_cost.py",
+    "ops/fused/projection_kernels.py": "ops/fused/test_projection.py",
+    "ops/fused/shared/allocation.py": "ops/fused/shared/test_launch.py",
+    "ops/fused/shared/descriptors.py": "ops/fused/shared/test_launch.py",
+    "ops/fused/shared/prologue.py": "ops/fused/cudnn/test_cudnn.py",
+    "ops/fused/shared/tile_sizes.py": "ops/fused/shared/test_tuned.py",
+    "ops/fused/shared/tile_functions.py": "ops/fused/flash/test_kernels.py",
+    "ops/fused/shared/workspace.py": "ops/fused/hopper/test_backward.py",
+    "__main__.py": "test_cli.py",
+}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_every_source_file_has_its_test_file(path):
-    if path.name in ("__init__.py", "version.py") or "fused" in path.parts:
-        return  # the fused kernels are tested together, through the operations that they serve
-    assert has_test(path), f"no tests/.../test_{path.stem}.py"
+    """`lab/training/lock.py` is tested by `tests/lab/training/test_lock.py`, in nested packages too."""
+    if path.name in ("__init__.py", "version.py"):
+        return
+    name = path.relative_to(PACKAGE)
+    test = TESTED_BY.get(name.as_posix(), (name.parent / f"test_{name.stem}.py").as_posix())
+    assert (ROOT / "tests" / test).is_file(), f"{name} needs tests/{test}"
+
+
+def test_the_table_of_shared_tests_has_no_stale_entries():
+    for source, test in TESTED_BY.items():
+        assert (PACKAGE / source).is_file(), source
+        own = (ROOT / "tests" / source).with_name(f"test_{Path(source).name}")
+        assert not own.is_file(), f"{source} has its own test: drop it from TESTED_BY"
+        assert (ROOT / "tests" / test).is_file(), test
 
 
 def test_the_tree_in_the_docs_is_the_tree():

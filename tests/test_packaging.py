@@ -1,4 +1,4 @@
-"""The wheel builds, holds what it should and nothing else, and runs the README's lines in an empty environment."""
+"""The wheel builds, has the right content, and runs the README's lines in an empty environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The yardstick itself: the grid covers what it says, and the tolerance catches errors."""
+"""The test tools themselves: the grid covers all pairs, and the tolerance catches errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from affine_attention.testing import (
 )
 
 
-def test_every_two_values_of_the_grid_meet():
+def test_the_grid_covers_every_pair_of_values():
     cases = grid_cases()
 
     def point(case):
@@ -44,7 +44,7 @@ def test_every_two_values_of_the_grid_meet():
     assert grid_cases(200)[:50] == grid_cases(200)[:50]
 
 
-def test_layouts_hold_the_same_numbers_in_other_places():
+def test_layouts_hold_the_same_values():
     plain = make_inputs(Case("affine_gated"))
     for layout in LAYOUTS:
         other = make_inputs(Case("affine_gated", layout=layout))
@@ -55,13 +55,13 @@ def test_layouts_hold_the_same_numbers_in_other_places():
     assert make_inputs(Case(layout="fused_qkv")).tensors["key"].stride(1) == 16
     with pytest.raises(ValueError, match="layout must be one of"):
         make_inputs(Case(layout="sideways"))
-    with pytest.raises(ValueError, match="visibility must join kinds"):
+    with pytest.raises(ValueError, match="visibility must combine"):
         make_inputs(Case(visibility="causal+sometimes"))
 
 
 @pytest.mark.parametrize("mechanism", GRID["mechanism"])
 @pytest.mark.parametrize("visibility", ["full", "causal", "causal+padding", "head_mask"])
-def test_both_yardsticks_compute_the_same_function_as_the_oracle(mechanism, visibility):
+def test_both_baselines_compute_the_same_function_as_the_oracle(mechanism, visibility):
     inputs = make_inputs(Case(mechanism, visibility, dtype=torch.float64))
     truth = run_oracle(inputs)
     for plain in run_plain(inputs):

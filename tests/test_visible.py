@@ -1,4 +1,4 @@
-"""What is printed cannot move a cursor, turn a line around or hide a word."""
+"""Printed text cannot move the cursor, reverse a line or hide a word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\u202etxt.exe\u200b\u2066\x9b31m\x00"
 
 
 @pytest.mark.parametrize("letter", HOSTILE.replace("txt.exe", "").replace("[2J", "").replace("]0;title", ""))
-def test_every_acting_character_is_spelled_out(letter):
+def test_control_characters_are_escaped(letter):
     shown = visible(f"a{letter}b")
     assert letter not in shown or (letter.isascii() and letter.isprintable())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from ..messages import did_you_mean
 from ..nn import Mechanism
 from ..nn.mechanism import as_mechanism
 from .classes import affine_config_class, affine_model_class
@@ -82,9 +82,7 @@ def student(
         changes: configuration settings that replace the published ones (`vocab_size=...`).
     """
     if name not in STUDENTS:
-        near = get_close_matches(str(name), STUDENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"name must be one of {', '.join(STUDENTS)}, got {name!r}{hint}")
+        raise ValueError(f"name must be one of {', '.join(STUDENTS)}, got {name!r}{did_you_mean(name, STUDENTS)}")
     mechanism = as_mechanism(mechanism)
     family, settings = STUDENTS[name]
     config_class = affine_config_class(CONFIG_MAPPING[family])

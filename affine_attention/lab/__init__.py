@@ -1,1 +1,1 @@
-"""From text to report: data, distillation, evaluation, inspection. Each stage reads and writes the folder of a run."""
+"""Data, distillation, evaluation, inspection and the report. The stages exchange data through the run folder."""

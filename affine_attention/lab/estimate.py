@@ -1,11 +1,11 @@
-"""Turns a recipe into what its run will cost: parameters, tokens, floating-point operations and memory.
+"""Estimates the cost of a run before it starts: parameters, tokens, floating-point operations and memory.
 
-The conventions, so that a utilisation can be compared with others':
-- FLOPs of a token's forward pass are twice the weights that it is multiplied by (the head counts, tied or not; the
-  embedding is a look-up and does not; of a mixture only the experts that run), and 2 · heads · head dim · T in each
-  layer for causal attention: two products with the T / 2 keys that a query sees on average.
-- Training takes three times the forward. A teacher's forward is counted apart. Recomputation is not counted: it is a
-  cost of memory, not work that the method asks for.
+Conventions, so that the utilisation (MFU) is comparable with other reports:
+- FLOPs of one token's forward: two per weight of a matrix product (the LM head counts, tied or not; the embedding is a
+  look-up and does not count; of a mixture of experts only the active experts count), and 2 · heads · head dim · T per
+  layer for causal attention: two products with T / 2 visible keys on average.
+- Training takes three times the forward. The teacher's forward is counted separately. Recomputed activations do not
+  count.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..nn import AttentionMechanism
 from .distill.chunks import CHUNK_BYTES
 from .recipe import Recipe
 
-LARGEST_SIZE = 2**31  # of any size in a student's configuration
+LARGEST_SIZE = 2**31  # for any size in a student's configuration
 MOST_LAYERS = 4096
-# Dense bf16 peaks of the makers' data sheets, FLOP/s; a name is looked for in this order.
+# Dense bf16 peaks of the vendors' data sheets in FLOP/s; names are matched in this order.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12,
 }  # fmt: skip
-# The published shapes of the paper's teachers that are not among its students, for estimates without a download.
+# The published shapes of the paper's teachers, for estimates without a download.
 PUBLISHED: dict[str, PretrainedConfig] = {
     "Qwen/Qwen1.5-1.8B": Qwen2Config(
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
@@ -48,10 +48,10 @@ PUBLISHED: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many numbers a model has, each counted once however often it is used."""
+    """Parameter counts of a model; tied weights count once."""
 
     total: int
-    embedding: int  # and the head, where it is not the same weight
+    embedding: int  # including the LM head, if it is not tied
     mechanism: int
 
     @property
@@ -70,7 +70,7 @@ def count_parameters(model: Any) -> Parameters:
 
 
 def forward_flops_per_token(model: Any, length: int) -> float:
-    """Of one token in a sequence of `length`, head included; the conventions are those of this file."""
+    """FLOPs of one token in a sequence of `length`, including the LM head; see the conventions of this file."""
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
@@ -82,13 +82,13 @@ def forward_flops_per_token(model: Any, length: int) -> float:
 
 
 def training_flops_per_token(model: Any, length: int, teacher: Any = None) -> float:
-    """Forward and backward of the student, and the forward of a teacher."""
+    """FLOPs of the student's forward and backward, plus the teacher's forward."""
     own = 3 * forward_flops_per_token(model, length)
     return own + (forward_flops_per_token(teacher, length) if teacher is not None else 0.0)
 
 
 def peak_flops(device: torch.device | str) -> float | None:
-    """Dense bf16 peak of a device in FLOP/s; None where it is not known (every CPU)."""
+    """Dense bf16 peak of a device in FLOP/s; None if it is not known (always for CPUs)."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -99,7 +99,7 @@ def peak_flops(device: torch.device | str) -> float | None:
 def make_utilisation(
     model: Any, length: int, device: torch.device | str, ranks: int = 1, teacher: Any = None
 ) -> Callable[[float], float | None]:
-    """Tokens a second of all ranks -> model FLOPs utilisation, the teacher's forward included; None without a peak."""
+    """A function from tokens per second of all ranks to MFU including the teacher's forward; None without a peak."""
     peak = peak_flops(device)
     if peak is None:
         return lambda tokens_per_second: None
@@ -110,9 +110,9 @@ def make_utilisation(
 def memory_bytes(
     model: Any, recipe: Recipe, ranks: int = 1, teacher: Any = None, device_type: str = "cuda"
 ) -> dict[str, float]:
-    """What one device holds at its fullest, part by part: replicated (DDP). Activations are known to about a third.
+    """Peak memory of one device by component, for replicated training (DDP). Activations are accurate to about a third.
 
-    With FSDP2 the first three are divided by the ranks.
+    With FSDP2 the first three components are divided by the number of ranks.
     """
     config = model.config.get_text_config()
     parameters = count_parameters(model).total
@@ -138,11 +138,11 @@ def memory_bytes(
 
 
 def activation_bytes(config: Any, half: bool) -> int:
-    """What one layer of a llama-like decoder keeps of one token for its backward."""
+    """Bytes per token that one layer of a llama-like decoder stores for its backward."""
     width, inner = config.hidden_size, _feed_forward(config)
     queries = config.num_attention_heads * _head_dim(config)
     keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * _head_dim(config)
-    # The norms keep their input and what they scale, in fp32 beside autocast; each product keeps its own input.
+    # Norms store their input and the normalised input, in fp32 under autocast; each matrix product stores its input.
     if half:
         return 16 * width + 2 * (5 * width + 3 * queries + 2 * keys + 4 * inner)
     return 4 * (6 * width + 3 * queries + 2 * keys + 4 * inner)
@@ -151,12 +151,12 @@ def activation_bytes(config: Any, half: bool) -> int:
 def _loss_bytes(config: Any, tokens: int, size: int, with_teacher: bool, device_type: str) -> float:
     logits = min(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]), tokens * config.vocab_size * size)
     head = config.vocab_size * config.hidden_size
-    teacher_share = 0.5 if device_type == "cpu" else 1.0  # of the student's logits: chunks.py
+    teacher_share = 0.5 if device_type == "cpu" else 1.0  # relative to the student's logits, see chunks.py
     return float(logits * (1 + teacher_share * with_teacher) + 4 * head + 2 * size * tokens * config.hidden_size)
 
 
 def describe_run(recipe: Recipe, ranks: int = 1) -> str:
-    """The resolved run and its cost, for people; nothing is downloaded and no weight is made."""
+    """The resolved recipe and its cost as text; nothing is downloaded and no weights are allocated."""
     size, accumulation = recipe.micro_batches(ranks)
     model = meta_student(recipe)
     teacher = meta_teacher(recipe.teacher) if recipe.teacher is not None else None
@@ -166,38 +166,38 @@ def describe_run(recipe: Recipe, ranks: int = 1) -> str:
     lines = [f"  {name} = {value!r}" for name, value in recipe.to_dict().items()]
     lines = [f"recipe {recipe.name}", *lines, "cost"]
     lines += [
-        f"  parameters: {_short(counted.total)} ({_short(counted.non_embedding)} without embeddings), of which "
-        f"{counted.mechanism / 1e6:.3f}M are the mechanism's",
+        f"  parameters: {_short(counted.total)} ({_short(counted.non_embedding)} without embeddings), including "
+        f"{counted.mechanism / 1e6:.3f}M of the mechanism",
         f"  tokens: {_short(recipe.tokens)} = {recipe.steps} steps x {recipe.global_batch} sequences x "
         f"{recipe.sequence_length}",
-        f"  a step: {ranks} rank{'s' * (ranks > 1)} x {accumulation} micro-batch{'es' * (accumulation > 1)} x {size} "
+        f"  one step: {ranks} rank{'s' * (ranks > 1)} x {accumulation} micro-batch{'es' * (accumulation > 1)} x {size} "
         f"sequence{'s' * (size > 1)}",
-        f"  student: {per_token / 1e9:.3g} GFLOP a token forward and backward, {total:.3g} FLOP in all",
+        f"  student: {per_token / 1e9:.3g} GFLOP per token (forward and backward), {total:.3g} FLOP in total",
     ]
     if teacher is not None:
         theirs = forward_flops_per_token(teacher, recipe.sequence_length)
         lines.append(
-            f"  teacher: {_short(count_parameters(teacher).total)} parameters, {theirs / 1e9:.3g} GFLOP a token, "
-            f"{theirs * recipe.tokens:.3g} FLOP in all"
+            f"  teacher: {_short(count_parameters(teacher).total)} parameters, {theirs / 1e9:.3g} GFLOP per token, "
+            f"{theirs * recipe.tokens:.3g} FLOP in total"
         )
         total += theirs * recipe.tokens
     elif recipe.teacher is not None:
-        lines.append(f"  teacher: {recipe.teacher} is not on this machine, so its cost is left out")
+        lines.append(f"  teacher: {recipe.teacher} is not on this machine, so its cost is not included")
     if recipe.dtype == "bfloat16":
         hours = total / (PEAK_FLOPS["H100"] * 0.4 * ranks) / 3600
-        lines.append(f"  time: {hours:.3g} hours on {ranks} H100 or H200 at 40 % of their peak (989 TFLOP/s)")
+        lines.append(f"  time: {hours:.3g} hours on {ranks} H100 or H200 at 40 % of peak (989 TFLOP/s)")
     memory = memory_bytes(model, recipe, ranks, teacher)
     whole = sum(memory.values())
     sharded = whole - (1 - 1 / ranks) * (memory["weights"] + memory["gradients"] + memory["AdamW"])
     parts = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in memory.items() if value)
-    lines.append(f"  memory of a device, about: {whole / 2**30:.2f} GiB ({parts})")
+    lines.append(f"  memory per device, approximately: {whole / 2**30:.2f} GiB ({parts})")
     if ranks > 1:
-        lines.append(f"  with FSDP2, which shares weights, gradients and AdamW: {sharded / 2**30:.2f} GiB")
+        lines.append(f"  with FSDP2, which shards weights, gradients and AdamW: {sharded / 2**30:.2f} GiB")
     return "\n".join(lines)
 
 
 def meta_student(recipe: Recipe) -> Any:
-    """The student's shapes, without its weights."""
+    """The student on the meta device: shapes without weights."""
     if recipe.student in STUDENTS:
         return _meta_student_of_sizes(recipe)
     config = load_config(recipe.student, "student")
@@ -207,7 +207,7 @@ def meta_student(recipe: Recipe) -> Any:
 
 
 def _meta_student_of_sizes(recipe: Recipe) -> Any:
-    """Errors of transformers' and torch's constructors in one sentence; a size beyond all reason is not tried."""
+    """Turns constructor errors into one sentence, and rejects absurd sizes before trying them."""
     for key, value in recipe.student_changes.items():
         most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
         if isinstance(value, int) and abs(value) > most:
@@ -223,7 +223,7 @@ def _meta_student_of_sizes(recipe: Recipe) -> Any:
 
 
 def meta_teacher(source: str) -> Any:
-    """The teacher's shapes, from its folder, the hub's cache or what is published; None where none of them has it."""
+    """The teacher on the meta device, from its folder, the hub's cache or PUBLISHED; None if none of them has it."""
     config: Any = PUBLISHED.get(source)
     if config is None:
         try:

@@ -1,4 +1,4 @@
-"""Checks names that become parts of paths: they stay in the folder that they are meant for."""
+"""Validates names that become folder names, so that they cannot point to another folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST = 100
 
 
 def check_name(argument: str, name: Any) -> str:
-    """A name for a folder: letters, digits and a few signs; no separator, no leading dot, not too long."""
+    """A printable name without path separators, colons or a leading dot, of limited length."""
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{argument} must be a name, got {str(name)[:LONGEST]!r}; is a variable unset?")
     if len(name) > LONGEST:
@@ -20,5 +20,5 @@ def check_name(argument: str, name: Any) -> str:
 
 
 def folder_name(text: str) -> str:
-    """A text as the name of a folder: what a file system may take amiss becomes `_`."""
+    """Text as a folder name: characters that some file systems do not allow become `_`."""
     return re.sub(r"[^A-Za-z0-9_.=-]+", "_", text).lstrip(".") or "_"

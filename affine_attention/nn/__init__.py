@@ -1,15 +1,21 @@
-"""Modules with the parameters and state of a mechanism."""
+"""Parameters and state around the operator. Names are imported on first use, so that settings do not need torch."""
 
-from .attention import AttentionMechanism, Coefficients, SelfAttention
-from .key_value_cache import KeyValueCache
-from .mechanism import PRESETS, Mechanism
-from .scaling import (
-    AffineScale,
-    commit_after_step,
-    commit_running_alpha,
-    discard_running_alpha,
-    linear_clipping,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import AttentionMechanism, Coefficients, SelfAttention
+    from .key_value_cache import KeyValueCache
+    from .mechanism import PRESETS, Mechanism
+    from .scaling import (
+        AffineScale,
+        commit_after_step,
+        commit_running_alpha,
+        discard_running_alpha,
+        linear_clipping,
+    )
 
 __all__ = [
     "PRESETS",
@@ -24,3 +30,20 @@ __all__ = [
     "discard_running_alpha",
     "linear_clipping",
 ]
+
+
+_MODULES = {
+    "AttentionMechanism": "attention",
+    "Coefficients": "attention",
+    "KeyValueCache": "key_value_cache",
+    "Mechanism": "mechanism",
+    "PRESETS": "mechanism",
+    "SelfAttention": "attention",
+}  # the others are in scaling.py
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_MODULES.get(name, 'scaling')}", __name__)
+    return globals().setdefault(name, getattr(module, name))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.validation import DTYPES, MAX_HEAD_DIM, SEGMENT_DTYPES, check_layout, shown
+from ..messages import shown
+from ..ops.validation import DTYPES, MAX_HEAD_DIM, SEGMENT_DTYPES, check_layout
 
 MAX_SIZE = 2**24  # largest width or number of heads: far above any model, and small enough to avoid overflow
 THETA_RANGE = (1.0, 1e30)  # keeps all frequencies and angles finite in fp32

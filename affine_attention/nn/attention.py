@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..messages import shown
 from ..ops import attention, count_visible_keys
 from ..ops.api import IMPLEMENTATIONS
 from ..ops.validation import (
@@ -16,7 +17,6 @@ from ..ops.validation import (
     check_query_key,
     check_visibility,
     check_window,
-    shown,
 )
 from .arguments import (
     check_fits_weights,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.validation import check_layout, shown
+from ..messages import shown
+from ..ops.validation import check_layout
 
 MIN_ROOM = 16  # free tokens in a new buffer, at least
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
-from ..ops.validation import check_flag, shown
-from .arguments import check_sizes
+from ..messages import check_flag, did_you_mean, shown
 
 ACTIVATIONS = ("linear_clipping", "sigmoid")
 SINKS = ("zero", "learned")
@@ -92,12 +89,15 @@ class Mechanism:
     def named(cls, name: str, **settings: Any) -> Mechanism:
         """Returns a preset, with settings replaced by keyword arguments."""
         if not isinstance(name, str) or name not in PRESETS:
-            raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {shown(name)}{_hint(name, PRESETS)}")
+            hint = did_you_mean(name, PRESETS)
+            raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {shown(name)}{hint}")
         _check_keys(settings)
         return replace(PRESETS[name], **settings)
 
     def extra_parameters(self, embed_dim: int, num_heads: int, head_dim: int) -> int:
         """Number of parameters that the mechanism adds to one layer."""
+        from .arguments import check_sizes  # imports torch, which the settings of a mechanism do not need
+
         check_sizes(embed_dim, num_heads, head_dim)
         alpha = embed_dim * num_heads if self.has_alpha else 0
         gate = embed_dim * num_heads * head_dim if self.gate else 0
@@ -142,20 +142,14 @@ def _check_keys(settings: dict[str, Any]) -> None:
     known = [field.name for field in fields(Mechanism)]
     for key in settings:
         if key not in known:
-            raise ValueError(
-                f"a mechanism has no setting {shown(key)}{_hint(key, known)}; its settings are {', '.join(known)}"
-            )
+            hint = did_you_mean(key, known)
+            raise ValueError(f"a mechanism has no setting {shown(key)}{hint}; its settings are {', '.join(known)}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value is not None and not (isinstance(value, str) and value in choices):
         known = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} must be None or one of {known}, got {shown(value)}{_hint(value, choices)}")
-
-
-def _hint(value: Any, known: Iterable[str]) -> str:
-    near = get_close_matches(value, list(known), n=1) if isinstance(value, str) else []
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be None or one of {known}, got {shown(value)}{did_you_mean(value, choices)}")
 
 
 def _check_bias_length(value: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..messages import check_flag
 from .call import AttentionCall, Rows
 from .composed import composed_attention
 from .fused import INTERPRETED, runs_on
@@ -34,7 +35,6 @@ from .reference import reference_attention, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
 from .validation import (
-    check_flag,
     check_one_of,
     check_query_key,
     check_rows,

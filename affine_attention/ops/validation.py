@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..messages import check_flag, did_you_mean, shown
 from .visibility import Visibility
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,12 +95,6 @@ def check_visibility(
     )
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Checks that a value is True or False; truthy values of other types are errors."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-
-
 def check_window(window: Any) -> None:
     """Checks that window is None or an integer of at least 1."""
     if window is None:
@@ -114,8 +108,7 @@ def check_window(window: Any) -> None:
 def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
     """Checks that a value is one of the known names."""
     if not isinstance(value, str) or value not in known:
-        near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value, known)
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}{hint}")
 
 
@@ -218,19 +211,6 @@ def _check_device(name: str, x: Tensor, query: Tensor) -> None:
 
 def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def shown(value: Any) -> str:
-    """A value as text for an error message, at most 80 characters."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}" if not value.is_nested else "a nested tensor"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # Python does not convert thousands of digits to text
-    try:
-        text = repr(value)
-    except Exception:  # repr of the object raises, or it contains such integers
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_lengths(lengths: Any, query: Tensor) -> None:

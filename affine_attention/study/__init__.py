@@ -1,4 +1,4 @@
-"""The paper in one command: a teacher, a student for each mechanism and seed, evaluation, inspection, one report."""
+"""The paper's experiment in one command: teacher, students per mechanism and seed, evaluation, inspection, report."""
 
 from .plan import Job, Plan, parse_variant
 from .stages import run_study

@@ -1,9 +1,10 @@
-"""Shows a study while it runs: a table of its runs and a bar with the time left, or plain lines without a terminal."""
+"""Shows the progress of a study: a table of its runs and the time left, or plain lines without a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,32 +17,36 @@ from rich.text import Text
 
 from ..visible import printable
 
+RECENT_STEPS = 20  # per parallel run: the time left is estimated from the durations of these
+
 
 @dataclass
 class Row:
-    """What is known of one run."""
+    """The state of one run."""
 
     name: str
     steps: int
-    stage: str = "waits"
+    stage: str = "waiting"
     step: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
-    perplexity: float | None = None
+    perplexity: float | None = None  # per word
     seconds: float = 0.0
 
 
 class LiveTable:
-    """A context that is told what happens by `start`, `step`, `finish`; plain lines without a terminal."""
+    """A context manager whose `start`, `step` and `finish` update the table; prints plain lines without a terminal."""
 
     def __init__(self, runs: Sequence[tuple[str, int]], quiet: bool | None = None, parallel: int = 1) -> None:
         self.console = Console(file=sys.stderr)
         self.rows = {name: Row(name, steps) for name, steps in runs}
         self.quiet, self.parallel = bool(quiet), parallel
         self.live: Live | None = None
-        self._spent: dict[str, float] = {}  # seconds of steps that were made now, not in an earlier call
-        self._made: dict[str, int] = {}
-        self._began: dict[str, float] = {}
+        self._first: dict[
+            str, float
+        ] = {}  # time of the first step in this process: data and compilation come before it
+        self._last: dict[str, float] = {}  # time of the last step
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS * max(1, parallel))
 
     def __enter__(self) -> LiveTable:
         if not self.quiet and self.console.is_terminal:
@@ -54,22 +59,20 @@ class LiveTable:
             self.live.__exit__(*exception)
 
     def start(self, name: str, stage: str) -> None:
-        """A stage of a run begins: `trains`, `evaluates`, `inspects`."""
+        """A stage of a run starts: `training`, `evaluating`, `inspecting`."""
         self.rows[name].stage = stage
-        self._began[name] = time.monotonic()
         self._say(f"{name}: {stage}")
 
     def step(self, name: str, record: dict[str, Any]) -> None:
-        """One line of the run's log."""
+        """One entry of the run's log."""
         row = self.rows[name]
-        first = row.step == 0 or name not in self._made
         row.step, row.loss = record["step"], record.get("loss")
         row.tokens_per_second = record.get("tokens_per_second")
-        self._made[name] = self._made.get(name, 0) + (0 if first else 1)
         now = time.monotonic()
-        if first:  # what came before its first step is no pace: data, a teacher, compilation
-            self._began[name] = now
-        row.seconds = self._spent[name] = now - self._began[name]
+        if name in self._last:
+            self._durations.append(now - self._last[name])
+        self._last[name] = now
+        row.seconds = now - self._first.setdefault(name, now)
         if self.live is None and row.step % max(1, row.steps // 5) == 0 and row.loss is not None:
             self._say(f"{name}: step {row.step} of {row.steps}, loss {row.loss:.4f}{self._left_text()}")
 
@@ -80,15 +83,14 @@ class LiveTable:
         row.stage, row.step = stage, row.steps if stage == "done" else row.step
         row.loss = row.loss if loss is None else loss
         row.perplexity = row.perplexity if perplexity is None else perplexity
-        text = f", held-out perplexity {row.perplexity:.2f}" if row.perplexity is not None else ""
+        text = f", held-out word perplexity {row.perplexity:,.2f}" if row.perplexity is not None else ""
         self._say(f"{name}: {stage}{text}")
 
     def seconds_left(self) -> float | None:
-        """From the pace of the steps made so far; None before there are any."""
-        made = sum(self._made.values())
-        if made < 2:
+        """Estimated from the most recent steps of this process; None before there are any."""
+        if not self._durations:
             return None
-        pace = sum(self._spent[name] for name in self._made) / made
+        pace = sum(self._durations) / len(self._durations)
         left = [row.steps - row.step for row in self.rows.values() if row.stage not in ("failed", "stopped")]
         return pace * sum(left) / max(1, min(self.parallel, sum(steps > 0 for steps in left)))
 
@@ -96,16 +98,16 @@ class LiveTable:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("run", "stage"):
             table.add_column(title)
-        for title in ("step", "loss", "tokens/s", "held-out ppl", "time"):
+        for title in ("step", "loss", "tokens/s", "held-out word ppl", "time"):
             table.add_column(title, justify="right")
         for row in self.rows.values():
             table.add_row(
                 Text(row.name),
-                Text(row.stage, style={"done": "green", "waits": "dim", "failed": "red"}.get(row.stage, "cyan")),
+                Text(row.stage, style={"done": "green", "waiting": "dim", "failed": "red"}.get(row.stage, "cyan")),
                 f"{row.step}/{row.steps}",
                 _number(row.loss, ".4f"),
                 _number(row.tokens_per_second, ",.0f"),
-                _number(row.perplexity, ".2f"),
+                _number(row.perplexity, ",.2f"),
                 _clock(row.seconds) if row.seconds else "",
             )
         left = TextColumn("{task.fields[left]}")

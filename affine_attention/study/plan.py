@@ -1,4 +1,4 @@
-"""Names a study: which students, with which seeds and settings, and what they are measured on."""
+"""Plan: the students of a study, their seeds and settings, and what they are evaluated on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_RUNS = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study: its name is that of its folder."""
+    """One run of a study; its name is the name of its folder."""
 
     name: str
     recipe: Recipe
@@ -27,17 +27,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study runs.
+    """The runs of a study.
 
     Attributes:
         recipe: the recipe of every student.
-        mechanisms: presets' names; `affine+activation=sigmoid` or `softmax+learning_rate=0.002` changes settings of the
-            mechanism or of the run for that student alone.
-        seeds: each mechanism is trained once with each; a seed draws the initial weights and the order of the data.
-        settings: changes of the recipe, for every student.
-        teacher_steps: of the teacher that the study trains when none is given.
-        perplexity: held-out sets beside the run's own, by name.
-        tasks, task_data, engine: of `affine evaluate`; no tasks unless they are named.
+        mechanisms: names of presets; `affine+activation=sigmoid` or `softmax+learning_rate=0.002` changes settings of
+            the mechanism or of the run for that student only.
+        seeds: each mechanism is trained once per seed, which sets the initial weights and the order of the data.
+        settings: changes of the recipe for every student.
+        teacher_steps: steps of the teacher that the study trains if none is given.
+        perplexity: further held-out texts by name, in addition to the run's own.
+        tasks, task_data, engine: as in `affine evaluate`; no tasks by default.
     """
 
     recipe: str = "tiny_cpu"
@@ -59,10 +59,10 @@ class Plan:
         for name in ("mechanisms", "seeds"):
             values = getattr(self, name)
             if not values:
-                raise ValueError(f"{name} must name at least one, got none")
+                raise ValueError(f"{name} must not be empty")
             repeated = {value for value in values if values.count(value) > 1}
             if repeated:
-                raise ValueError(f"{name} must differ, got {', '.join(map(str, sorted(repeated, key=str)))} twice")
+                raise ValueError(f"{name} must not repeat, got {', '.join(map(str, sorted(repeated, key=str)))} twice")
         for variant in self.mechanisms:
             self._recipe(variant, self.seeds[0], None)
         folders: dict[str, str] = {}
@@ -70,13 +70,13 @@ class Plan:
             other = folders.setdefault(folder_name(variant).lower(), variant)  # some file systems ignore case
             if other != variant:
                 raise ValueError(
-                    f"mechanisms must have folders of their own, but {other!r} and {variant!r} would both be in "
-                    f"{folder_name(variant)!r}; leave one of them out"
+                    f"every mechanism needs its own folder, but {other!r} and {variant!r} would both use "
+                    f"{folder_name(variant)!r}; remove one of them"
                 )
 
     @property
     def teacher(self) -> Recipe | None:
-        """The teacher that the study trains first: none when one is given, or none is wanted."""
+        """The recipe of the teacher that the study trains first; None if a teacher is given or none is wanted."""
         if "teacher" in self.settings or self.recipe not in TEACHERS or recipe(self.recipe).teacher is not None:
             return None
         students_own = ("data", "heldout", "text_column", "tokenizer", "vocabulary_size", "sequence_length", "dtype")
@@ -90,8 +90,8 @@ class Plan:
         return TEACHERS[self.recipe]().with_settings(shared)
 
     def jobs(self, out: Path) -> list[Job]:
-        """The students in the order in which they run: all mechanisms of a seed, then the next seed."""
-        # Relative to the run: the study can be moved, and its path can be spelled in any way.
+        """The students in execution order: all mechanisms of a seed, then the next seed."""
+        # Relative to the run folder, so that a study can be moved.
         teacher = f"{BESIDE}../teacher/model" if self.teacher is not None else None
         return [
             Job(f"{folder_name(variant)}-seed{seed}", self._recipe(variant, seed, teacher))
@@ -107,7 +107,7 @@ class Plan:
         return recipe(self.recipe, mechanism, {**self.settings, **own, **settings})
 
     def describe(self, out: Path = Path("runs/study")) -> str:
-        """What would run and what it would cost."""
+        """The runs of the study and their cost."""
         from ..lab.estimate import describe_run
 
         jobs = self.jobs(out)
@@ -117,7 +117,7 @@ class Plan:
             f"tokens: {sum(job.recipe.tokens for job in jobs):,} for the students"
             + (f", {self.teacher.tokens:,} for the teacher" if self.teacher else ""),
             "",
-            f"the first of them ({jobs[0].name}):",
+            f"the first student ({jobs[0].name}):",
             describe_run(jobs[0].recipe),
         ]
         return "\n".join(lines)

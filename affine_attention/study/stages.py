@@ -1,4 +1,4 @@
-"""Runs a plan: each run through training, evaluation and inspection, skipping what is done, then the report."""
+"""Runs a plan: training, evaluation and inspection of each run, skipping finished stages, then the report."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import read_table
+from ..files import read_table, write_json
 from ..lab.recipe import Recipe
-from ..lab.run import RunFolder, write_json
+from ..lab.run import RunFolder
 from .live import LiveTable
-from .parallel import run_in_parallel
 from .plan import Job, Plan
+from .workers import run_in_parallel
 
-PAPER_SEQUENCES, PAPER_LENGTH = 10, 1024  # what the paper looks at ("ten sequences of 1k")
+PAPER_SEQUENCES, PAPER_LENGTH = 10, 1024  # as in the paper ("ten sequences of 1k")
 
 
 def run_study(
@@ -28,19 +28,19 @@ def run_study(
     keep_weights: bool = True,
     cache: Path | str | None = None,
 ) -> Path:
-    """Runs what is missing of a plan in the folder `out`, and writes `out/report.html`.
+    """Runs the missing parts of a plan in the folder `out`, and writes `out/report.html`.
 
-    Started again after an interruption it goes on where it stopped. A run that is there with other settings is refused
-    before anything starts; more mechanisms or seeds in the same folder are welcome.
+    After an interruption, the same call resumes. Raises ValueError before anything starts if the folder holds a run
+    with other settings; mechanisms and seeds can be added to an existing folder.
 
     Args:
         plan: what to run.
-        out: the folder of the study; each run is a folder in it.
-        device: "cpu" or "cuda"; None takes a GPU where there is one.
+        out: the study folder; each run is a folder in it.
+        device: "cpu" or "cuda"; None uses a GPU if there is one.
         quiet: True shows no table.
-        parallel: students that run at the same time, each in a process of its own.
-        keep_weights: False deletes a student's weights and checkpoints when it has been evaluated and inspected.
-        cache: where tokenized text is kept; by default the user's cache folder.
+        parallel: number of students that run at the same time, each in its own process.
+        keep_weights: False deletes the weights and checkpoints of a student after evaluation and inspection.
+        cache: folder for tokenized text; by default the user's cache folder.
     """
     from ..lab.report import report
 
@@ -49,11 +49,11 @@ def run_study(
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if parallel > 1 and ranks > 1:
         raise ValueError(
-            f"parallel={parallel} starts processes of its own, but this is one of {ranks} ranks of torchrun; take one "
-            "of the two: many students at a time, or many devices for each"
+            f"parallel={parallel} starts its own processes, but this is one of {ranks} ranks of torchrun; use either "
+            "several students at a time or several devices per student"
         )
     if not str(out).strip():
-        raise ValueError("out must be named, got an empty name; is a variable unset?")
+        raise ValueError("out must not be an empty string; is a variable unset?")
     out = Path(out)
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)
@@ -76,23 +76,23 @@ def run_study(
 
 @dataclass
 class StudentWork:
-    """Trains, evaluates and inspects one student after the other, and tells a table of it."""
+    """Trains, evaluates and inspects one student per call, and reports progress to a table."""
 
     plan: Plan
     out: Path
     device: str | None
     keep_weights: bool
     folder: Path | str | None = None  # of the cache on disk
-    cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, made once for all
+    cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, shared by all students
 
     def __call__(self, job: Job, table: Table) -> None:
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # transformers has one for each of the models that it loads
+        disable_progress_bar()  # of loading models
         run = RunFolder(self.out / job.name)
         if not is_done(run):
             _train(job, self.out, table, self.device, self.folder)
-        if run.finished:  # its weights are there
+        if run.finished:  # the weights exist
             _evaluate(self.plan, job, self.out, table, self.device, self.cache)
             _inspect(job, self.out, table, self.device)
             if not self.keep_weights:
@@ -102,7 +102,7 @@ class StudentWork:
 
 
 class Table(Protocol):
-    """Who is told what happens: a LiveTable, or what stands for it in another process."""
+    """Receives progress: a LiveTable, or a Messenger in a worker process."""
 
     def start(self, name: str, stage: str) -> None: ...
 
@@ -112,7 +112,7 @@ class Table(Protocol):
 
 
 def is_done(run: RunFolder) -> bool:
-    """True when nothing is left to do for a student: all of it is there, or all but weights that were not kept."""
+    """True if a student is trained: it has its weights, or its results if the weights were not kept."""
     if run.finished:
         return True
     trained = any(event.get("event") == "finish" for event in run.events())
@@ -120,16 +120,16 @@ def is_done(run: RunFolder) -> bool:
 
 
 def finished_runs(out: Path) -> list[Path]:
-    """Every finished student in a study's folder, also of earlier calls."""
+    """Every finished student in a study folder, including those of earlier calls."""
     folders = sorted(path for path in out.iterdir() if path.is_dir() and path.name != "teacher")
     return [path for path in folders if RunFolder(path).exists and is_done(RunFolder(path))]
 
 
 def check_earlier_runs(jobs: list[Job], out: Path) -> None:
-    """Refuses, with the difference, when a folder holds a run with other settings."""
+    """Raises ValueError with the differences if a folder holds a run with other settings."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out must be a folder, got the file {out}")
-    complaints = []
+    differences = []
     for job in jobs:
         run = RunFolder(out / job.name)
         if not run.exists:
@@ -137,18 +137,18 @@ def check_earlier_runs(jobs: list[Job], out: Path) -> None:
         try:
             difference = run.recipe().difference(job.recipe)
         except (ValueError, TypeError, KeyError) as error:
-            complaints.append(f"{run.path}: {error}")
+            differences.append(f"{run.path}: {error}")
             continue
-        complaints += [f"{run.path}: {line}" for line in difference]
-    if complaints:
-        shown = "\n  ".join(complaints[:12]) + ("\n  ..." if len(complaints) > 12 else "")
+        differences += [f"{run.path}: {line}" for line in difference]
+    if differences:
+        shown = "\n  ".join(differences[:12]) + ("\n  ..." if len(differences) > 12 else "")
         raise ValueError(
-            f"{out} holds runs that this study would not make; take another --out, or move these away:\n  {shown}"
+            f"{out} holds runs with other settings; choose another --out, or move these runs away:\n  {shown}"
         )
 
 
 def check_teacher_of_runs(jobs: list[Job], out: Path) -> None:
-    """Refuses to go on when a teacher is not the one that earlier students of the study learned from."""
+    """Raises ValueError if the teacher changed since earlier students of the study were trained."""
     from ..lab.fingerprint import fingerprint_source
 
     now: dict[str, str | None] = {}
@@ -159,29 +159,29 @@ def check_teacher_of_runs(jobs: list[Job], out: Path) -> None:
             continue
         before = run.manifest().get("teacher")
         if teacher not in now:
-            now[teacher] = fingerprint_source(teacher) or before  # of a hub name, the first student's
+            now[teacher] = fingerprint_source(teacher) or before  # for a hub name, that of the first student
         if before != now[teacher]:
             raise ValueError(
-                f"{run.path} learned from another teacher than {teacher} is now (sha256 {before}, now {now[teacher]}), "
-                "so the students would not compare; bring the old weights back, or take another --out"
+                f"{run.path} was trained with other weights of the teacher {teacher} (sha256 {before}, now "
+                f"{now[teacher]}), so the students are not comparable; restore the weights, or choose another --out"
             )
 
 
 def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
-    """Refuses before the first step when the runs cannot fit on the disk; `at_once`: so many weights at a time."""
+    """Raises OSError if the runs do not fit on the disk; with `at_once`, only so many have weights at a time."""
     sizes = sorted((_bytes_of(job.recipe) for job in jobs if not is_done(RunFolder(out / job.name))), reverse=True)
     needed = sum(sizes if at_once is None else sizes[:at_once])
     place = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise OSError(
-            f"the runs need about {needed / 2**30:.1f} GiB in {out}, and {free / 2**30:.1f} GiB are free; take another "
-            "--out, or keep fewer checkpoints (--set keep_checkpoints=1)"
+            f"the runs need about {needed / 2**30:.1f} GiB in {out}, but {free / 2**30:.1f} GiB are free; choose "
+            "another --out, or keep fewer checkpoints (--set keep_checkpoints=1)"
         )
 
 
 def _bytes_of(recipe: Recipe) -> int:
-    """A finished model, and checkpoints with AdamW's two moments; one more of these while the newest is written."""
+    """The model and its checkpoints with AdamW's two moments, plus one checkpoint that is being written."""
     from ..lab.estimate import count_parameters, meta_student
 
     weights = 4 * count_parameters(meta_student(recipe)).total
@@ -194,7 +194,7 @@ def _train(job: Job, out: Path, table: Table, device: str | None, cache: Path | 
     run = RunFolder(out / job.name)
     if run.finished:
         return
-    table.start(job.name, "trains")
+    table.start(job.name, "training")
     train(
         job.recipe, run.path, quiet=True, device=device, cache=cache,
         on_step=lambda record: table.step(job.name, record),
@@ -212,10 +212,10 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
     missing_tasks = [task for task in names if task not in (known.get("tasks") or {})]
     if not missing_sets and not missing_tasks:
         return
-    table.start(job.name, "evaluates")
+    table.start(job.name, "evaluating")
     sets: dict[str, Any] = {name: file for name, file in plan.perplexity.items() if name in missing_sets}
     if "heldout" in missing_sets:
-        sets["heldout"] = None  # the run's own
+        sets["heldout"] = None  # the held-out text of the run
     evaluate(
         run.path, perplexity=sets, tasks=missing_tasks, task_data=plan.task_data, engine=plan.engine,
         device=device, autocast=None if job.recipe.dtype == "float32" else job.recipe.dtype, cache=cache,
@@ -228,16 +228,17 @@ def _inspect(job: Job, out: Path, table: Table, device: str | None) -> None:
     run = RunFolder(out / job.name)
     if run.inspection_file.exists():
         return
-    table.start(job.name, "inspects")
+    table.start(job.name, "inspecting")
     length = min(PAPER_LENGTH, job.recipe.sequence_length)
     inspect(run.path, sequences=PAPER_SEQUENCES, length=length, device=device)
 
 
 def _heldout_perplexity(folder: Path) -> float | None:
+    """Per word, the unit of the report."""
     run = RunFolder(folder)
     if not run.evaluation_file.exists():
         return None
     found: Any = read_table(run.evaluation_file)
-    for key in ("perplexity", "heldout", "token"):
+    for key in ("perplexity", "heldout", "word"):
         found = found.get(key) if isinstance(found, dict) else None
     return found if isinstance(found, float) else None

@@ -1,8 +1,8 @@
-"""Prints the tables of docs/study.md that the report does not have, from the stored runs.
+"""Prints the tables of docs/study.md that are not in the report, from the stored runs.
 
     python -m studies.smollm2.details
 
-Means over the seeds of the 30M students; layers are counted from the first.
+Means over the seeds of the 30M students; layers are numbered from 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXTS = {"wikipedia2006": "Wikipedia", "openstax": "OpenStax", "elife": "eLife",
 
 
 def of_seeds(mechanism: str, read: Callable[[RunFolder], float]) -> float:
-    """The mean over seeds of one number of a run."""
+    """The mean over seeds of one value of a run."""
     return fmean(read(RunFolder(RUNS / f"{mechanism}-seed{seed}")) for seed in SEEDS)
 
 
@@ -49,16 +49,16 @@ def perplexities() -> list[str]:
 
 
 def by_layer(title: str, mechanisms: tuple[str, ...], *keys: str) -> list[str]:
-    """A quantity of the inspection in every layer, the mean over its heads."""
+    """A quantity of the inspection in every layer, averaged over heads."""
     layers = 11
     lines = [f"| {title}, layer | {' | '.join(map(str, range(1, layers + 1)))} |", f"|{'---|' * (layers + 1)}"]
     for mechanism in mechanisms:
-        cells = [f"{of_seeds(mechanism, lambda run, n=n: fmean(inside(run, keys)[n])):.2f}" for n in range(layers)]
+        cells = [f"{of_seeds(mechanism, lambda run, n=n: fmean(inspected(run, keys)[n])):.2f}" for n in range(layers)]
         lines.append(f"| {mechanism} | {' | '.join(cells)} |")
     return lines
 
 
-def inside(run: RunFolder, keys: tuple[str, ...]) -> Any:
+def inspected(run: RunFolder, keys: tuple[str, ...]) -> Any:
     found = read_json(run.inspection_file)
     for key in keys:
         found = found[key]
@@ -66,13 +66,13 @@ def inside(run: RunFolder, keys: tuple[str, ...]) -> Any:
 
 
 def shares() -> list[str]:
-    """Single numbers: means over layers and heads, in percent."""
+    """Means over layers and heads, in percent."""
 
     def mean(mechanism: str, *keys: str) -> float:
-        return 100 * of_seeds(mechanism, lambda run: fmean(value for row in inside(run, keys) for value in row))
+        return 100 * of_seeds(mechanism, lambda run: fmean(value for row in inspected(run, keys) for value in row))
 
     first = ("first_token", "mean")
-    heads = [value for s in SEEDS for row in inside(RunFolder(RUNS / f"softmax-seed{s}"), first) for value in row]
+    heads = [value for s in SEEDS for row in inspected(RunFolder(RUNS / f"softmax-seed{s}"), first) for value in row]
     return [
         f"- softmax, weight on the first token: {mean('softmax', *first):.1f} %, "
         f"{100 * max(heads):.0f} % in the strongest head of all seeds",

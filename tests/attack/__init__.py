@@ -1,1 +1,1 @@
-"""Attacks the package as a hostile but fair tester would: `make attack`."""
+"""Attacks the package with crashes, damage and hostile input: `make attack`."""

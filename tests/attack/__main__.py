@@ -1,4 +1,4 @@
-"""Runs every battery, prints tried, survived and fell short, and writes the table into docs/reliability.md.
+"""Runs every battery, prints attempts, successes and failures, and writes the table into docs/reliability.md.
 
 python -m tests.attack [--minutes 20] [--seed 0] [--only crash,fuzz] [--no-write]
 """
@@ -35,7 +35,7 @@ BEGIN, END = "<!-- attack:begin -->", "<!-- attack:end -->"
 
 
 def run(minutes: float, seed: int, only: list[str], share: float = 1.0) -> list[Row]:
-    """The rows of every battery. What a battery does not use of its time goes to those after it."""
+    """The rows of every battery. Time that a battery does not use is given to the next ones."""
     torch.set_num_threads(1)
     ends, rows = time.monotonic() + 60 * minutes, list[Row]()
     names = [name for name in BATTERIES if name in only]

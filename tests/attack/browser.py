@@ -1,4 +1,4 @@
-"""Puts hostile text into every place of a run and looks at the page, in a real browser where there is one."""
+"""Puts hostile text into every field of a run and checks the page, in a real browser if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damages and forges checkpoints, data, teachers and caches; nothing of it may be used, and no log may be lost."""
+"""Damages and forges checkpoints, data, teachers and caches; none of it may be used, and no log may be lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Corruption:
         return RunFolder(shutil.copytree(self.folder / "stopped", self.folder / f"copy-{self.number}"))
 
     def damaged(self, damage: Callable[[Path, random.Random], None], seed: int, both: bool) -> str | None:
-        """Damages one checkpoint, or both: training ends as the whole run does, or stops and changes nothing."""
+        """Damages one checkpoint, or both: training ends like the undamaged run, or stops without any change."""
         run, numbers = self.copy(), random.Random(seed)
         checkpoints = sorted(run.checkpoints.iterdir())
         for checkpoint in checkpoints if both else checkpoints[-1:]:
@@ -138,7 +138,7 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
 
 
 def flipped_cache(folder: Path, seed: int) -> str | None:
-    """A damaged entry is made again."""
+    """A damaged cache entry is written again."""
     numbers = random.Random(seed)
     content = numbers.randbytes(500)
 

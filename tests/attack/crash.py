@@ -1,6 +1,6 @@
 """Kills and signals training runs, fills their disk, turns their clock back, and stops studies.
 
-Each is started again and must end like one that was not stopped.
+Each is started again and must end like an uninterrupted one.
 
 Every process is a fork of this one, which has imported everything and started no thread.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.guard import Stopped
+from affine_attention.lab.training.signals import Stopped
 from affine_attention.study import Plan, run_study
 from tests.lab.training.crash import Crashes, exit_code, run_in_fork
 from tests.lab.training.runs import STUDENT, differences, log_without_timing
@@ -119,7 +119,7 @@ def _signalled(crashes: Crashes, number: int, which: int, seconds: float) -> str
 
 
 def _without_room(crashes: Crashes, number: int, limit: int) -> str | None:
-    """A run whose files cannot grow beyond `limit` bytes, as on a full disk; then the same command with room."""
+    """A run whose files cannot grow beyond `limit` bytes, like a full disk; then the command without it."""
     run = crashes.folder / f"full-{number}"
     output = run.with_suffix(".txt")
 
@@ -135,7 +135,7 @@ def _without_room(crashes: Crashes, number: int, limit: int) -> str | None:
 
 
 def _backwards(crashes: Crashes, number: int, seconds: float) -> str | None:
-    """A run whose clock goes back by hours in every second, killed after a while; then the same with a right clock."""
+    """A run whose clock goes back by hours in every second, killed after a while; then with a correct clock."""
     run = crashes.folder / f"clock-{number}"
     output = run.with_suffix(".txt")
 
@@ -152,7 +152,7 @@ def _backwards(crashes: Crashes, number: int, seconds: float) -> str | None:
 
 
 def _resumed(crashes: Crashes, run: Path, output: Path) -> str | None:
-    """Runs the same command again; what differs from the run that was not stopped."""
+    """Runs the same command again; returns the differences to the uninterrupted run."""
     if exit_code(run_in_fork(lambda: crashes.train(run), output)):
         return f"did not resume: {output.read_text()[-500:]}"
     found = differences(run, crashes.whole)

@@ -1,4 +1,4 @@
-"""Compares attention with the fp64 reference over seeded random calls, and gives it arguments that cannot be right."""
+"""Compares attention with the fp64 reference over seeded random calls, and calls it with invalid arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
         if time.monotonic() > battery.deadline or row.tried >= CALLS * share:
             break
         battery.note(row, lambda c=case: compare(c))
-        row.tried += _repeats(case) - 1  # error_ratios calls it as often, each time with other numbers
+        row.tried += _repeats(case) - 1  # error_ratios repeats the call this often with other inputs
 
 
 def _random_case(numbers: random.Random, cases: list[Case]) -> Case:
@@ -67,7 +67,7 @@ WRONG: dict[str, Callable[[random.Random], Any]] = {
 
 
 def refused(numbers: random.Random) -> str | None:
-    """Our own ValueError or TypeError names the argument."""
+    """The error must be a ValueError or TypeError that names the argument."""
     query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     name = numbers.choice([*WRONG, "key"])
     given: dict[str, Any] = {"is_causal": True}

@@ -23,7 +23,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_part_of_the_battery_survives(name, tmp_path, monkeypatch):
+def test_a_part_of_the_attacks_passes(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTACK_WITHOUT_BROWSER", "1")  # test_chromium.py has one
     monkeypatch.chdir(tmp_path)
     battery = Battery(name, time.monotonic() + 12)
@@ -32,7 +32,7 @@ def test_a_part_of_the_battery_survives(name, tmp_path, monkeypatch):
     assert sum(row.tried for row in battery.rows) >= 3
 
 
-def test_the_table_counts_and_names_what_fell_short():
+def test_the_table_counts_and_lists_failures():
     battery = Battery("one", time.monotonic() + 60)
     row = battery.run("two", [lambda: None, lambda: "bad", lambda: 1 / 0])
     assert (row.tried, row.survived) == (3, 1)
@@ -47,7 +47,7 @@ def test_the_table_counts_and_names_what_fell_short():
     assert text.endswith("| all | | 3 | 1 | 2 |")
 
 
-def test_every_test_that_the_page_names_is_there():
+def test_every_test_that_the_page_names_exists():
     text = PAGE.read_text(encoding="utf-8")
     rows = text[text.index("## What was broken") : text.index("## What was tried")].splitlines()
     named = [row.split(" | ")[-1] for row in rows if row.startswith("| ") and "`" in row]
@@ -64,7 +64,7 @@ def test_every_test_that_the_page_names_is_there():
             assert f"def {test.partition('[')[0]}(" in content or not test, name
 
 
-def test_the_page_holds_the_table_with_nothing_fallen_short():
+def test_the_page_holds_the_table_without_failures():
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     last = next(line for line in reversed(lines) if line.startswith("| all"))

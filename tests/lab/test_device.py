@@ -1,4 +1,4 @@
-"""A device is one that torch has, or a sentence."""
+"""A device name becomes a torch.device, or a clear error."""
 
 from __future__ import annotations
 

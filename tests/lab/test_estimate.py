@@ -1,4 +1,4 @@
-"""Estimates against what they estimate: parameters, operations that a counter counts, tensors that autograd keeps."""
+"""Estimates against measurements: parameters, counted operations, tensors that autograd stores."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_utilisation_is_the_share_of_the_peak(monkeypatch):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("mechanism", ["softmax", "affine"])
-def test_activations_are_known_to_a_third(half, mechanism):
-    """Against the bytes that autograd keeps, weights left out; two depths, so that only the layers count."""
+def test_activations_are_estimated_within_a_third(half, mechanism):
+    """Against the bytes that autograd stores without weights; two depths, so that only the layers count."""
     kept = []
     for layers in (2, 4):
         model = student("llama-1m", mechanism, num_hidden_layers=layers).train()
@@ -151,7 +151,7 @@ def test_memory_of_a_run():
 def test_the_description_names_the_cost():
     text = describe_run(recipe("paper_1b", "affine"), ranks=8)
     for part in (
-        "1.237B", "1.049M are the mechanism's", "18.874B = 9000 steps x 1024 sequences x 2048",
+        "1.237B", "1.049M of the mechanism", "18.874B = 9000 steps x 1024 sequences x 2048",
         "8 ranks x 16 micro-batches x 8 sequences", "teacher: 3.213B parameters", "with FSDP2", "learning_rate = 0.001",
     ):  # fmt: skip
         assert part in text, part

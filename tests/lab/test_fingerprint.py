@@ -1,4 +1,4 @@
-"""A changed bit anywhere in the weights is another model."""
+"""Every bit of the weights affects the fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name leads nowhere but into its folder."""
+"""Names cannot leave their folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from affine_attention.lab.recipe import Recipe
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "..", ".hidden", "a\\b", "C:x", "", " ", "a\x1bb", "x" * 101, None])
-def test_what_leads_elsewhere_is_refused(name):
+def test_names_that_leave_the_folder_are_rejected(name):
     with pytest.raises(ValueError, match="name must"):
         check_name("name", name)
     if isinstance(name, str):

@@ -1,4 +1,4 @@
-"""A recipe checks what it is given, and goes to JSON and back."""
+"""A recipe validates its settings and converts to and from JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_json_and_back():
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
-def test_settings_change_a_copy_and_reach_inside():
+def test_settings_change_a_copy_also_nested_ones():
     plain = Recipe()
     changed = plain.with_settings(
         {
@@ -64,18 +64,18 @@ def test_settings_of_a_command_line(text, pair):
     ("settings", "words"),
     [
         ({"stepz": 1}, "did you mean 'steps'?"),
-        ({"steps": "many"}, "steps must be a whole number, got 'many'"),
+        ({"steps": "many"}, "steps must be an integer, got 'many'"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"steps": True}, "steps must be a whole number, got True"),
+        ({"steps": True}, "steps must be an integer, got True"),
         ({"learning_rate": -1.0}, "learning_rate must be above 0 and finite, got -1.0"),
         ({"divergence": "forward"}, "did you mean 'forward_kl'?"),
         ({"mechanism": "afine"}, "did you mean 'affine'?"),
         ({"mechanism.momentun": 0.5}, "did you mean 'momentum'?"),
-        ({"steps.more": 1}, "steps has no settings inside it"),
+        ({"steps.more": 1}, "steps has no nested settings"),
         ({"heldout": 0.9}, "heldout must be a finite number from 0 to 0.5, got 0.9"),
         ({"warmup_steps": 150, "decay_steps": 51}, "must fit into steps = 200, got 150 + 51"),
-        ({"teacher": "t", "kd_weight": 0}, "nothing to learn"),
-        ({"data": [1]}, "data must be a list of texts, got [1]"),
+        ({"teacher": "t", "kd_weight": 0}, "nothing would be learned"),
+        ({"data": [1]}, "data must be a list of strings, got [1]"),
         ({"device_batch": 0}, "device_batch must be at least 1, got 0"),
     ],
 )
@@ -98,13 +98,13 @@ def test_the_batch_is_the_product_or_an_error_with_numbers_that_work(batch, rank
         assert device_batch in (None, size)
 
 
-def test_an_uneven_batch_names_the_sizes_that_fit():
+def test_an_uneven_batch_lists_the_sizes_that_fit():
     with pytest.raises(ValueError) as error:
         Recipe(global_batch=16, device_batch=3).micro_batches(2)
     assert "device_batch can be 1, 2, 4, 8" in str(error.value)
     with pytest.raises(ValueError) as error:
         Recipe(global_batch=10).micro_batches(4)
-    assert "1, 2, 5, 10, or set global_batch=12" in str(error.value)
+    assert "1, 2, 5, 10 ranks, or set global_batch=12" in str(error.value)
 
 
 def test_every_setting_has_its_text():

@@ -1,4 +1,4 @@
-"""The stored study: its tables in the docs are those of its runs, and its commands are commands."""
+"""The stored study: the tables in the docs are made from its runs, and its plans can run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from affine_attention import cli
 from affine_attention.lab.report import report
 from affine_attention.lab.run import RunFolder
 from studies.smollm2 import details
@@ -34,7 +33,7 @@ def test_the_other_numbers_of_the_docs_are_those_of_the_stored_runs():
         assert line in kept, "run `python -m studies.smollm2.details`"
 
 
-def test_seven_mechanisms_have_three_whole_seeds_at_equal_steps():
+def test_seven_mechanisms_have_three_complete_seeds_with_equal_steps():
     for mechanism in ("softmax", "sink", "gated", "head_gated", "affine_no_bias", "affine", "affine_gated"):
         for seed in (0, 1, 2):
             run = RunFolder(ROOT / f"studies/smollm2/30m/{mechanism}-seed{seed}")
@@ -62,18 +61,19 @@ def test_no_stored_file_names_a_machine():
 
 
 @pytest.mark.parametrize("student", ["30m", "60m"])
-def test_its_commands_are_plans_that_can_run(student, capsys):
-    given = argparse.Namespace(
-        data="data", teacher="teacher", out="runs", parallel=8, corpus="*.train.txt.xz", settings=[], device=None
-    )
-    words = study.command(given, student, [*study.MECHANISMS, *study.QUESTIONS], [0, 1, 2], {"learning_rate": 1e-3})
-    assert cli.main([*words[3:], "--plan"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("39 students: softmax, affine,")
-    assert "affine+running_alpha_start=0.5" in shown
+def test_its_plans_have_the_settings_of_the_stored_runs(student):
+    given = argparse.Namespace(data="data", teacher="teacher", corpus="*.train.txt.xz", settings=["steps=1200"])
+    plan = study.make_plan(given, student, [*study.MECHANISMS, *study.QUESTIONS], [0, 1, 2], learning_rate=1e-3)
+    jobs = {job.name: job.recipe for job in plan.jobs(Path("runs"))}
+    assert len(jobs) == 39
+    assert plan.teacher is None, "the teacher is given"
+    for folder in sorted((ROOT / "studies/smollm2" / student).iterdir()):
+        if folder.name in jobs:
+            stored = RunFolder(folder).recipe()
+            assert stored.difference(jobs[folder.name]) == [], folder.name
 
 
-def test_the_rate_is_that_of_the_best_softmax(tmp_path):
+def test_the_rate_with_the_best_softmax_is_chosen(tmp_path):
     for rate, loss in ((1e-3, 2.0), (2e-3, 1.5), (4e-3, 3.0)):
         for mechanism in ("softmax", "affine"):
             folder = tmp_path / f"{mechanism}_learning_rate={rate}-seed0"

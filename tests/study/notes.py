@@ -1,4 +1,4 @@
-"""Work for processes that is quick to import: each of them reads this file anew."""
+"""Work for worker processes that is quick to import, because each process imports this file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Note:
-    """Work that leaves a file; picklable, as work must be."""
+    """Work that writes a file; picklable, as work must be."""
 
     def __init__(self, folder: Path, fails: str = "", dies: str = "", seconds: float = 0.0) -> None:
         self.folder, self.fails, self.dies, self.seconds = folder, fails, dies, seconds

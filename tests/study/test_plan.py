@@ -1,4 +1,4 @@
-"""A plan names its runs, shares what must be shared, and refuses what cannot run."""
+"""A plan lists its runs, shares their settings, and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def test_a_study_without_a_teacher_trains_one_on_the_same_data():
     [
         ({"mechanisms": ("afine",)}, "did you mean 'affine'?"),
         ({"mechanisms": ("affine+momentun=0.5",)}, "no setting 'momentun'"),
-        ({"mechanisms": ()}, "mechanisms must name at least one"),
+        ({"mechanisms": ()}, "mechanisms must not be empty"),
         ({"seeds": tuple(range(100_000))}, "at most 1,000 students"),
-        ({"seeds": (1, 1)}, "seeds must differ, got 1 twice"),
+        ({"seeds": (1, 1)}, "seeds must not repeat, got 1 twice"),
         ({"recipe": "tiny"}, "recipe must be one of"),
         ({"settings": {"stepz": 3}}, "did you mean 'steps'?"),
     ],
 )
-def test_what_cannot_run_is_refused_when_the_plan_is_made(changes, words):
+def test_what_cannot_run_is_rejected_when_the_plan_is_made(changes, words):
     with pytest.raises(ValueError) as error:
         Plan(**changes)
     assert words in str(error.value)
 
 
-def test_mechanisms_that_would_share_a_folder_are_refused():
+def test_mechanisms_that_would_share_a_folder_are_rejected():
     with pytest.raises(ValueError) as error:
         Plan(mechanisms=("affine+student=a b", "affine+student=a_b"))
-    assert "'affine+student=a b' and 'affine+student=a_b' would both be in" in str(error.value)
+    assert "'affine+student=a b' and 'affine+student=a_b' would both use" in str(error.value)

@@ -1,4 +1,4 @@
-"""A small study, end to end: what is done is not done again, what is wrong is said before anything starts."""
+"""A small study, end to end: finished stages are not repeated, and errors are raised before anything starts."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_softmax_rows_sum_to_one_and_affine_ones_do_not(page, out):
     assert all(value < 0.95 for layer in rows["affine"] for value in layer)
 
 
-def test_started_again_it_does_nothing_twice(page, plan, out):
+def test_a_second_call_does_not_repeat_stages(page, plan, out):
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "study.json"}
     assert run_study(plan, out, device="cpu", quiet=True) == page
     after = {path: path.stat().st_mtime_ns for path in before}
     assert {path.name for path in before if before[path] != after[path]} <= {"report.html"}
 
 
-def test_a_lost_stage_is_made_again_and_gives_the_same(page, plan, out):
+def test_a_lost_stage_is_repeated_with_the_same_result(page, plan, out):
     run = RunFolder(out / "affine-seed0")
     evaluation = read_json(run.evaluation_file)
     run.evaluation_file.unlink()
@@ -96,7 +96,7 @@ def test_two_studies_of_one_seed_have_the_same_tables(page, plan, out, tmp_path)
     assert perplexities[0] == perplexities[1]
 
 
-def test_other_settings_in_the_same_folder_are_refused_before_anything_runs(page, plan, out):
+def test_other_settings_in_the_same_folder_are_rejected_before_anything_runs(page, plan, out):
     other = Plan(mechanisms=("softmax", "gated"), settings={**plan.settings, "learning_rate": 0.5}, teacher_steps=10)
     with pytest.raises(ValueError) as error:
         run_study(other, out, device="cpu", quiet=True)
@@ -116,7 +116,7 @@ def test_a_broken_earlier_run_is_named_and_left_alone(page, plan, out, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["affine-seed0"]
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(page, plan, out, tmp_path):
+def test_a_teacher_of_another_vocabulary_is_rejected(page, plan, out, tmp_path):
     settings = {**plan.settings, "teacher": str(out / "teacher" / "model"), "student_changes": {"vocab_size": 600}}
     with pytest.raises(ValueError) as error:
         run_study(Plan(mechanisms=("softmax",), settings=settings), tmp_path, device="cpu", quiet=True)
@@ -124,7 +124,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(page, plan, out, tmp_path):
     assert "512" in str(error.value)
 
 
-def test_no_room_on_the_disk_is_said_before_the_first_step(plan, tmp_path, monkeypatch):
+def test_missing_disk_space_is_reported_before_the_first_step(plan, tmp_path, monkeypatch):
     import shutil
 
     usage = shutil.disk_usage(tmp_path)
@@ -133,7 +133,7 @@ def test_no_room_on_the_disk_is_said_before_the_first_step(plan, tmp_path, monke
         check_space(plan.jobs(tmp_path), tmp_path / "deep" / "below")
 
 
-def test_a_file_is_no_folder(plan, tmp_path):
+def test_a_file_instead_of_a_folder_is_rejected(plan, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="must be a folder"):
         run_study(plan, tmp_path / "file", device="cpu", quiet=True)
@@ -146,7 +146,7 @@ def test_the_plan_is_kept_and_described(page, plan, out):
     assert "trained first" in text
 
 
-def test_a_study_that_was_moved_goes_on_and_is_known_by_any_spelling(page, plan, out, tmp_path, monkeypatch):
+def test_a_moved_study_resumes_under_any_path(page, plan, out, tmp_path, monkeypatch):
     moved = tmp_path / "moved"
     shutil.copytree(out, moved)
     before = {path: path.read_bytes() for path in moved.glob("*/log.jsonl")}
@@ -165,7 +165,7 @@ def test_a_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_path):
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     shutil.rmtree(moved / "affine_gated-seed0")
-    with pytest.raises(ValueError, match="learned from another teacher"):
+    with pytest.raises(ValueError, match="was trained with other weights"):
         run_study(plan, moved, device="cpu", quiet=True)
     assert not (moved / "affine_gated-seed0").exists()
 
@@ -179,6 +179,6 @@ def test_a_given_teacher_that_was_replaced_stops_the_study(page, plan, out, tmp_
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match="learned from another teacher"):
+    with pytest.raises(ValueError, match="was trained with other weights"):
         run_study(replace(given, mechanisms=("softmax", "affine")), tmp_path / "study", device="cpu", quiet=True)
     assert not (tmp_path / "study" / "affine-seed0").exists()

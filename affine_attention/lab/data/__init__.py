@@ -1,4 +1,4 @@
-"""Text -> packed token batches: sources, tokenizer, held-out part, packing, order, fingerprint.
+"""Turns text into packed token batches: sources, tokenizer, held-out split, packing, order, fingerprint.
 
 >>> corpus = prepare("corpus/*.train.txt.xz", tokenizer="tokenizer.json", sequence_length=2048)  # doctest: +SKIP
 >>> corpus.train_dataset(num_sequences=1024, seed=0)[0]["input_ids"].shape  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Turns tokenized text into the datasets of a run: training sequences in their final order, and the held-out ones."""
+"""Turns tokenized text into the datasets of a run: training sequences in their final order, and held-out sequences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .tokenizer import DocumentEncoder
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized, packed text in a training and a held-out part. Made by `prepare`.
+    """Tokenized, packed text in a training and a held-out part. Created by `prepare`.
 
-    `manifest` is JSON: the fingerprint and all that went into it; `check_same_data` compares two. `train` is None for a
-    stream, `heldout` when nothing is held out.
+    `manifest` is JSON: the fingerprint and everything it depends on; `check_same_data` compares two manifests. `train`
+    is None for a stream, `heldout` is None if nothing is held out.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,19 +47,19 @@ class Corpus:
 
     @property
     def vocabulary_size(self) -> int:
-        """The smallest vocabulary of a model that knows every token of the tokenizer."""
+        """The smallest model vocabulary that includes every token of the tokenizer."""
         return self.encoder.largest_id + 1
 
     @property
     def largest_id(self) -> int:
-        """The largest id in the data; for a stream, the largest that the tokenizer can make."""
+        """The largest id in the data; for a stream, the largest id that the tokenizer can produce."""
         if self.train is None:
             return self.encoder.largest_id
         return max(part.stats.largest_id for part in (self.train, self.heldout) if part is not None)
 
     @property
     def stats(self) -> dict[str, int | None]:
-        """Documents, tokens and sequences of both parts; None where a stream does not know."""
+        """Documents, tokens, sequences and characters of both parts; None for the training part of a stream."""
         found: dict[str, int | None] = {}
         for name, part in (("", self.train), ("heldout_", self.heldout)):
             unknown = None if name == "" else 0
@@ -70,20 +70,20 @@ class Corpus:
         return found
 
     def epochs(self, num_sequences: int) -> float | None:
-        """How often the training part is seen in so many sequences; None for a stream."""
+        """The number of passes over the training part in `num_sequences` sequences; None for a stream."""
         sequences = self.stats["sequences"]
         return None if sequences is None else num_sequences / sequences
 
     def train_dataset(
         self, num_sequences: int, seed: int | None = None, *, rank: int = 0, ranks: int = 1
     ) -> PackedDataset | StreamedDataset:
-        """The sequences of a run, in their final order: read them one after the other, with a sequential sampler.
+        """The training sequences of a run in their final order, to be read with a sequential sampler.
 
         Args:
-            num_sequences: steps * global batch; epochs follow each other, each in an order of its own.
-            seed: of the order; that of `prepare` unless given.
-            rank: of a stream alone, and only where the loader does not share sequences out itself: this rank's number.
-            ranks: how many ranks share the documents of a stream; num_sequences then counts those of one rank.
+            num_sequences: steps * global batch; each epoch has its own order.
+            seed: of the order; by default the seed of `prepare`.
+            rank: for streams only, if the loader does not distribute sequences over ranks: the index of this rank.
+            ranks: number of ranks that share the documents of a stream; num_sequences is then per rank.
         """
         seed = self.seed if seed is None else seed
         if num_sequences < 1:
@@ -97,12 +97,12 @@ class Corpus:
                 self.shuffle_window,
             )  # fmt: skip
         if ranks > 1:
-            raise ValueError("rank and ranks are for streams; a sampler shares these sequences out, whatever the ranks")
+            raise ValueError("rank and ranks are for streams only; a sampler distributes packed sequences over ranks")
         starts = self.train.starts if self.document_boundaries else None
         return PackedDataset(self.train.ids, starts, self.sequence_length, num_sequences, seed)
 
     def heldout_dataset(self, num_sequences: int | None = None) -> PackedDataset | None:
-        """The held-out sequences in the order of the text, at most so many; None when nothing is held out."""
+        """The held-out sequences in the order of the text, at most `num_sequences`; None if nothing is held out."""
         if self.heldout is None:
             return None
         starts = self.heldout.starts if self.document_boundaries else None
@@ -111,7 +111,7 @@ class Corpus:
         return PackedDataset(self.heldout.ids, starts, self.sequence_length, count)
 
     def describe(self, num_sequences: int | None = None) -> str:
-        """A few lines for people: what the text is, and how often a run of so many sequences sees it."""
+        """A summary of the text, with the number of epochs for a run of `num_sequences` sequences."""
         stats = self.stats
         names = [source.name for source in self.sources]
         lines = ["data: " + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")]
@@ -120,7 +120,7 @@ class Corpus:
         else:
             seen = ""
             if num_sequences is not None:
-                seen = f", seen {self.epochs(num_sequences):.3g} times"
+                seen = f", {self.epochs(num_sequences):.3g} epochs"
             lines.append(
                 f"train: {stats['documents']:,} documents, {stats['tokens']:,} tokens, {stats['sequences']:,} sequences"
                 f"{seen}"
@@ -130,25 +130,25 @@ class Corpus:
             if self.heldout is not None
             else "held out: nothing"
         )
-        packing = "attention stays within documents" if self.document_boundaries else "plain"
-        lines.append(f"packing: sequences of {self.sequence_length}, {packing}, {self.encoder.separator!r} in between")
+        packing = "attention within documents" if self.document_boundaries else "plain"
+        lines.append(f"packing: sequences of {self.sequence_length}, {packing}, separator {self.encoder.separator!r}")
         lines.append(f"tokenizer: {self.vocabulary_size:,} tokens")
         lines.append(f"fingerprint: {self.fingerprint}")
         return "\n".join(lines)
 
 
 def check_vocabulary(corpus: Corpus, model_vocabulary: int) -> None:
-    """An error when the data holds ids that a model of this vocabulary does not have."""
+    """Raises ValueError if the data has token ids outside of the model's vocabulary."""
     if corpus.largest_id >= model_vocabulary:
         raise ValueError(
-            f"the data holds token {corpus.largest_id}, but the model's vocabulary has {model_vocabulary} (0 to "
-            f"{model_vocabulary - 1}); the tokenizer needs a vocab_size of {corpus.vocabulary_size}, or take the "
-            "model's own tokenizer"
+            f"the data has token id {corpus.largest_id}, but the model's vocabulary has ids 0 to "
+            f"{model_vocabulary - 1}; set vocab_size to at least {corpus.vocabulary_size}, or use the model's own "
+            "tokenizer"
         )
 
 
 def check_same_data(recorded: Mapping[str, Any], corpus: Corpus) -> None:
-    """An error that names what changed since `recorded`, the manifest of the same run's corpus, was kept."""
+    """Raises ValueError with the differences if the data changed since the manifest `recorded` was written."""
     if recorded.get("fingerprint") == corpus.fingerprint:
         return
     now = corpus.manifest
@@ -160,25 +160,25 @@ def check_same_data(recorded: Mapping[str, Any], corpus: Corpus) -> None:
         if isinstance(before, list) and isinstance(after, list):
             changes += _file_changes(before, after)
         elif key == "tokenizer":
-            changes.append("the tokenizer encodes otherwise")
+            changes.append("the tokenizer changed")
         else:
             changes.append(f"{key}: {before!r} -> {after!r}")
     raise ValueError(
-        "the data is not that of the run so far: " + "; ".join(changes or ["its fingerprint"]) + ". Bring the old data "
-        "back to resume, or start a new run"
+        "the data changed since the run started: " + "; ".join(changes or ["its fingerprint"]) + ". Restore the old "
+        "data to resume, or start a new run"
     )
 
 
 def _file_changes(before: list[Any], after: list[Any]) -> list[str]:
     old, new = ({entry["name"]: entry for entry in _flat(entries)} for entries in (before, after))
-    gone = [f"{name} is gone" for name in old if name not in new]
-    added = [f"{name} is new" for name in new if name not in old]
+    gone = [f"{name} was removed" for name in old if name not in new]
+    added = [f"{name} was added" for name in new if name not in old]
     changed = [f"{name} changed" for name in old if name in new and old[name] != new[name]]
     return gone + added + changed or ["the order of the files changed"]
 
 
 def _flat(entries: list[Any]) -> list[dict[str, Any]]:
-    """Files of sources; a source of several counts each of them."""
+    """One entry per file; a source with several files gives several entries."""
     found: list[dict[str, Any]] = []
     for entry in entries:
         inner = entry.get("files", [])

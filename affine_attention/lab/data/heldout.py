@@ -1,4 +1,4 @@
-"""Decides which documents are held out: by a hash of their text, so that order and added data change nothing."""
+"""Selects held-out documents by a hash of their text, independent of their order and of other data."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from .sources import read_documents
 
 
 class Split(Protocol):
-    """Says of a document whether it must not be trained on."""
+    """Decides whether a document is held out from training."""
 
     def holds(self, text: str) -> bool: ...
 
 
-def place_of(text: str) -> float:
-    """A number in [0, 1) that a document's words decide; copies with other spaces or line ends have the same."""
+def hash_fraction(text: str) -> float:
+    """A hash of a document's words as a number in [0, 1); copies with other white space have the same hash."""
     digest, between = hashlib.blake2b(digest_size=8), b""
-    for word in re.finditer(r"\S+", text):  # a list of all words takes ten times the text
+    for word in re.finditer(r"\S+", text):  # a list of all words would need ten times the memory of the text
         digest.update(between + word[0].encode())
         between = b" "
     return int.from_bytes(digest.digest()) / 2.0**64
 
 
 class FractionSplit:
-    """Holds out a share of documents; remembers enough to say what share would hold out one at all."""
+    """Holds out a share of the documents, and records the smallest share that would hold out at least one."""
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
         self.lowest = 1.0
 
     def holds(self, text: str) -> bool:
-        place = place_of(text)
-        self.lowest = min(self.lowest, place)
-        return place < self.fraction
+        fraction = hash_fraction(text)
+        self.lowest = min(self.lowest, fraction)
+        return fraction < self.fraction
 
     def smallest_fraction(self) -> float:
-        """A share, rounded up to two digits, that holds out at least one of the documents seen."""
+        """A share, rounded up to two digits, that holds out at least one of the documents so far."""
         digits = 1 - math.floor(math.log10(max(self.lowest, 1e-12)))
         return (math.floor(self.lowest * 10**digits) + 1) / 10**digits
 
 
 class CopySplit:
-    """Holds out copies of documents that are held out already."""
+    """Holds out copies of documents that are already held out."""
 
     def __init__(self, documents: Iterable[str] = ()) -> None:
-        self.places = {place_of(text) for text in documents}
+        self.hashes = {hash_fraction(text) for text in documents}
         self.copies = 0
 
     def holds(self, text: str) -> bool:
-        copy = place_of(text) in self.places
+        copy = hash_fraction(text) in self.hashes
         self.copies += copy
         return copy
 
 
 def heldout_documents(recipe: Recipe) -> tuple[str, Iterator[str]] | None:
-    """(where they come from, the documents that a run of this recipe never trains on); None where there are none."""
+    """(description of the source, held-out documents) of a recipe; None if nothing is held out."""
     if not isinstance(recipe.heldout, float):
         return ", ".join(recipe.heldout), read_documents(recipe.heldout, text_column=recipe.text_column)
     if recipe.heldout == 0:

@@ -1,11 +1,11 @@
-"""Turns a row of token ids into sequences of one length, and puts them in an order.
+"""Packs token ids into sequences of equal length, in a fixed or shuffled order.
 
-Documents stand one after the other, each with the separator at its end; sequence i is tokens i*T .. (i+1)*T. No token
-is lost or repeated, but the last few that do not fill a sequence are left out. Labels are the ids: the shift by one
-happens inside the loss, so a sequence of T tokens asks for T - 1 predictions.
+Documents are concatenated, each followed by the separator; sequence i is tokens i*T .. (i+1)*T. Every token is used
+exactly once per epoch, except for the last ones that do not fill a sequence. Labels equal the ids: the loss shifts them
+by one, so a sequence of T tokens has T - 1 predictions.
 
-With document boundaries, `position_ids` restart at 0 at the start of every document, which is how transformers and
-affine_attention.hf know packed documents, and the first token of a document is no label.
+With document boundaries, `position_ids` restart at 0 with every document, which is how transformers and
+affine_attention.hf recognise packed documents, and the first token of a document is an ignored label.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ IGNORED_LABEL = -100
 
 
 class PackedDataset(Dataset):
-    """Sequences of ids in a fixed order; item i depends on i, the seed and the data, and on nothing else.
+    """Sequences of ids in a fixed order; item i depends only on i, the seed and the data.
 
-    So optimizer step s takes items s * global_batch .. (s + 1) * global_batch however these are split over
-    micro-batches and ranks, as long as the sampler is sequential, and a run resumes by counting.
+    With a sequential sampler, optimizer step s uses items s * global_batch .. (s + 1) * global_batch for any split over
+    micro-batches and ranks, and a run resumes by skipping items.
 
     Args:
         ids: all tokens, a memory map or an array.
-        starts: where documents begin in ids, ascending, for `document_boundaries`; None for plain packing.
+        starts: start indices of documents in ids, ascending, for `document_boundaries`; None for plain packing.
         sequence_length: T.
-        num_sequences: how many items there are; epochs follow each other, each in its own order. None: one epoch.
-        seed: of the order; None keeps that of the text.
+        num_sequences: number of items; each epoch has its own order. None: one epoch.
+        seed: of the order; None keeps the order of the text.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PackedDataset(Dataset):
         return self.num_sequences
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker of a loader opens the files again, instead of being sent their content."""
+        """Pickles file names instead of memory-mapped data: a loader's worker process opens the files again."""
         return {key: _unmapped(value) for key, value in self.__dict__.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,9 +75,9 @@ class PackedDataset(Dataset):
         return as_example(ids, self.starts[low:high] - first)
 
     def block(self, item: int) -> int:
-        """Which sequence of the text is item `item`."""
-        epoch, place = divmod(item, self.epoch_length)
-        return place if self.seed is None else int(shuffled(self.epoch_length, self.seed, epoch)[place])
+        """The index in the text of the sequence with this item number."""
+        epoch, index = divmod(item, self.epoch_length)
+        return index if self.seed is None else int(shuffled(self.epoch_length, self.seed, epoch)[index])
 
 
 class _File(NamedTuple):
@@ -96,12 +96,12 @@ def _unmapped(value: Any) -> Any:
 
 @lru_cache(maxsize=4)
 def shuffled(count: int, *seeds: int) -> np.ndarray:
-    """0..count in an order of these seeds. RandomState: its numbers never change with numpy's version."""
+    """A permutation of 0..count for these seeds. RandomState: its stream is stable across numpy versions."""
     return np.random.RandomState([seed % 2**32 for seed in seeds]).permutation(count)
 
 
 def as_example(ids: np.ndarray, starts: Sequence[int] | np.ndarray | None = None) -> dict[str, Tensor]:
-    """One sequence as a model takes it; `starts` are the places in it where a document begins."""
+    """One sequence as model inputs; `starts` are the indices in it where documents begin."""
     input_ids = torch.from_numpy(np.asarray(ids).astype(np.int64))
     labels = input_ids.clone()
     if starts is None:
@@ -115,5 +115,5 @@ def as_example(ids: np.ndarray, starts: Sequence[int] | np.ndarray | None = None
 
 
 def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch. Adds no attention_mask: beside one, transformers does not look for packed documents."""
+    """A batch. No attention_mask: with one, transformers does not recognise packed documents."""
     return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}

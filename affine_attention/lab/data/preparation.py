@@ -1,4 +1,4 @@
-"""Turns sources and a tokenizer into a `Corpus`: reads, splits, tokenizes once, keeps the ids in a cache."""
+"""Turns sources and a tokenizer into a `Corpus`: reads, splits and tokenizes text once, and caches the ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .sources import Layout, Source, find_sources
 from .store import PartWriter, TokenPart, cached
 from .tokenizer import DocumentEncoder, batched, check_vocabulary_size, load_tokenizer, train_tokenizer
 
-FORMAT = 1  # of the cache and the fingerprint; a change makes every old folder unseen
+FORMAT = 1  # of the cache and the fingerprint; changing it invalidates the cache
 Names = str | Path | Sequence[str | Path]
 
 
@@ -45,29 +45,29 @@ def prepare(
     cache: str | Path | None = None,
     seed: int = 0,
 ) -> Corpus:
-    """Reads, splits and tokenizes text once, keeps the ids in a cache, and packs them into sequences.
+    """Reads, splits and tokenizes text once, caches the ids, and packs them into sequences.
 
     >>> corpus = prepare("corpus/*.train.txt.xz", vocabulary_size=8192, sequence_length=512)  # doctest: +SKIP
 
     Args:
         sources: files, folders, patterns or `hf:NAME[:CONFIG][@SPLIT]`; one or several (see `sources.py`).
-        sequence_length: tokens of a sequence.
+        sequence_length: tokens per sequence.
         tokenizer: a hub name, a folder, a tokenizer.json or a tokenizer; None trains a byte-level BPE on the training
             part.
-        vocabulary_size: of that BPE; not looked at when a tokenizer is given.
-        document_boundaries: position_ids restart with each document, so that attention stays within it, and its first
-            token is no label. Otherwise documents follow each other, with the separator in between, and see each other.
-        heldout: a share of documents, chosen by a hash of their text, or sources of their own; 0 for nothing. Neither
-            they nor copies of them are trained on.
-        text_column: the column of json lines, parquet and datasets.
-        documents: what ends a document of a text file: "blank_line", "line" or "file".
-        separator: the token between documents; by default the tokenizer's end of text.
-        special_tokens: True reads special tokens that stand in the text as tokens; False as the text that they are.
+        vocabulary_size: of that BPE; ignored if a tokenizer is given.
+        document_boundaries: position_ids restart with each document, so that attention is restricted to it, and its
+            first token is an ignored label. Otherwise documents are concatenated and attend to each other.
+        heldout: a share of documents, selected by a hash of their text, or separate sources; 0 holds nothing out.
+            Held-out documents and copies of them are not trained on.
+        text_column: the text column of json lines, parquet and datasets.
+        documents: what ends a document in a text file: "blank_line", "line" or "file".
+        separator: the token between documents; by default the tokenizer's end-of-text token.
+        special_tokens: True parses special tokens in the text as tokens; False treats them as plain text.
         streaming: read documents while training instead of tokenizing them first; needs a tokenizer.
         shuffle_window: sequences of a stream that are shuffled together.
-        heldout_sequences: at least so many sequences of a stream are kept to evaluate on, when heldout is a share.
-        cache: where ids and trained tokenizers are kept; by default the user's cache folder.
-        seed: of the order of the training sequences, unless `train_dataset` is given another.
+        heldout_sequences: minimum number of held-out sequences of a stream, if heldout is a share.
+        cache: folder for ids and trained tokenizers; by default the user's cache folder.
+        seed: of the order of the training sequences; `train_dataset` can override it.
     """
     _check_count("sequence_length", sequence_length, 2)
     _check_count("shuffle_window", shuffle_window, 1)
@@ -81,7 +81,7 @@ def prepare(
     encoder = DocumentEncoder(tokenizer, separator, special_tokens)
     content |= {"tokenizer": encoder.fingerprint(), "separator": encoder.separator}
 
-    # Tokens are the same for every packing, so they are kept once for all.
+    # Tokens do not depend on the packing, so they are cached once for all packings.
     limit = heldout_sequences * sequence_length if streaming else None
     key = f"tokens-{_hash(content | {'limit': limit})[:24]}"
     parts = cached(folder, key, lambda part: text.write_tokens(part, encoder, limit))
@@ -107,7 +107,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Text:
-    """The documents of both parts: those of `sources`, less a share or less copies of `heldout`'s."""
+    """The documents of both parts: `sources` without a held-out share, or without copies of the `heldout` documents."""
 
     sources: list[Source]
     fraction: float
@@ -127,14 +127,14 @@ class _Text:
         return FractionSplit(self.fraction) if self.fraction else CopySplit(self.read(self.heldout))
 
     def read(self, sources: list[Source]) -> Iterator[str]:
-        """Documents of sources, none of which may be empty."""
+        """The documents of the sources; raises if a source is empty."""
         for source in sources:
             empty = True
             for document in source.read(self.layout):
                 empty = False
                 yield document
             if empty:
-                raise ValueError(f"{source.name} holds no text")
+                raise ValueError(f"{source.name} contains no text")
 
     def write_tokenizer(self, folder: Path, vocabulary_size: int) -> None:
         split = self.split()
@@ -144,7 +144,7 @@ class _Text:
         train_tokenizer(documents, vocabulary_size).save_pretrained(str(folder))
 
     def write_tokens(self, folder: Path, encoder: DocumentEncoder, limit: int | None) -> None:
-        """Both parts; of a stream (`limit`: so many tokens) the held-out part alone."""
+        """Writes both parts; for a stream only the held-out part, about `limit` tokens."""
         split = self.split()
         with PartWriter(folder, "train", encoder.dtype) as train, PartWriter(folder, "heldout", encoder.dtype) as held:
             for texts in batched(self.read(self.heldout)):
@@ -154,7 +154,7 @@ class _Text:
                     sides = [split.holds(document) for document in texts]
                     kept = [document for document, out in zip(texts, sides, strict=True) if not out]
                     train.add(encoder.encode(kept), sum(map(len, kept)))
-                    if self.fraction:  # otherwise what is out is a copy of what is held already
+                    if self.fraction:  # otherwise the excluded documents are copies of held-out ones
                         out_texts = [document for document, out in zip(texts, sides, strict=True) if out]
                         held.add(encoder.encode(out_texts), sum(map(len, out_texts)))
             elif self.fraction:
@@ -167,7 +167,7 @@ class _Text:
             if isinstance(split, FractionSplit):
                 _check_split(split, train.stats.documents, held.stats.documents, streaming=limit is not None)
             elif limit is None and not train.stats.documents:
-                raise ValueError("no document is left to train on: each is also in heldout; name other files")
+                raise ValueError("no document is left to train on: all of them are also in heldout; use other files")
 
     def _begin(self, source: Source) -> Iterator[str]:
         return source.stream(self.layout, seed=0, rank=0, ranks=1).start(epoch=0)
@@ -184,13 +184,13 @@ def _tokenizer(
 ) -> PreTrainedTokenizerBase:
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
-        if loaded.eos_token is None:  # a bare tokenizer.json; generation wants to know where a text ends
+        if loaded.eos_token is None:  # a bare tokenizer.json; generation needs an end-of-text token
             loaded = copy.deepcopy(loaded)
             loaded.eos_token = DocumentEncoder(loaded, separator).separator
         return loaded
     check_vocabulary_size(vocabulary_size)
     if streaming:
-        raise ValueError("a stream cannot train a tokenizer; name one with tokenizer=, or set streaming=False")
+        raise ValueError("a tokenizer cannot be trained on a stream; pass tokenizer=, or set streaming=False")
     assert vocabulary_size is not None
     size = vocabulary_size
     key = f"tokenizer-{_hash(content | {'vocabulary_size': size})[:24]}"
@@ -209,14 +209,14 @@ def _read_heldout(heldout: float | Names) -> tuple[float, list[Source]]:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def _check_split(split: FractionSplit, trained: int, held: int, streaming: bool) -> None:
-    others = "name files with heldout=, or hold nothing out with heldout=0"
+    others = "pass held-out files with heldout=, or hold nothing out with heldout=0"
     if not streaming and trained + held == 1:
         raise ValueError(
-            "the data is one document, so no document of it can be held out; split it (documents='line', or an empty "
+            "the data is a single document, so no document can be held out; split it (documents='line', or an empty "
             f"line between documents), {others}"
         )
     if not held:
@@ -229,12 +229,12 @@ def _check_split(split: FractionSplit, trained: int, held: int, streaming: bool)
 
 
 def _check_length(corpus: Corpus, fraction: float) -> None:
-    """Each part fills a sequence."""
+    """Raises ValueError unless each part fills at least one sequence."""
     for what, part in (("training", corpus.train), ("held-out", corpus.heldout)):
         if part is not None and part.stats.tokens < corpus.sequence_length:
             way = "lower sequence_length or add text"
             if part is corpus.heldout:
-                way += ", raise heldout" if fraction else ", name more held-out files"
+                way += ", raise heldout" if fraction else ", add held-out files"
                 way += ", or hold nothing out with heldout=0"
             raise ValueError(
                 f"the {what} part has {part.stats.tokens} tokens in {part.stats.documents} documents, fewer than one "
@@ -243,7 +243,7 @@ def _check_length(corpus: Corpus, fraction: float) -> None:
 
 
 def _progress(documents: Iterator[str], what: str) -> Iterator[str]:
-    """A bar of characters read, on a terminal."""
+    """A progress bar over characters, on a terminal."""
     with tqdm(desc=what, unit="char", unit_scale=True, disable=not sys.stderr.isatty(), leave=False) as bar:
         for document in documents:
             yield document
@@ -251,7 +251,7 @@ def _progress(documents: Iterator[str], what: str) -> Iterator[str]:
 
 
 def _hash(content: dict[str, Any]) -> str:
-    """Of what the data is, wherever its files are and whatever they are called."""
+    """A hash of the content of the data, independent of the names and locations of its files."""
     return hashlib.sha256(json.dumps([FORMAT, _nameless(content)], sort_keys=True).encode()).hexdigest()
 
 

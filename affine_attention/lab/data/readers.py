@@ -1,6 +1,6 @@
-"""Turns one file into documents: text, json lines or parquet, plain or compressed.
+"""Reads the documents of one file: text, json lines or parquet, plain or compressed.
 
-Every error names the file, and the line, byte or column where the file is wrong.
+Every error names the file and the line, byte or column of the problem.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from ...files import open_regular
+from ...messages import did_you_mean
 
 DocumentRule = Literal["blank_line", "line", "file"]  # what ends a document in a text file
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -24,12 +24,12 @@ TEXT = (".txt", ".text")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 READABLE = TEXT + JSON_LINES + PARQUET
-LONGEST_DOCUMENT = 256 * 2**20  # bytes: a longer line or document is no text, and would not fit into memory
+LONGEST_DOCUMENT = 256 * 2**20  # bytes; a longer line or document is probably not text, and would not fit into memory
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def kind_of(path: Path) -> str | None:
-    """The extension that says how to read a file, without that of the compression; None for any other."""
+    """The extension that determines how a file is read, without that of the compression; None if it is not readable."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -39,14 +39,14 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_file(path: Path, text_column: str = "text", documents: DocumentRule = "blank_line") -> Iterator[str]:
-    """The documents of one file, in its order, stripped of surrounding white space; empty ones are left out."""
+    """The documents of one file in order, without surrounding white space; empty documents are skipped."""
     if documents not in get_args(DocumentRule):
         raise ValueError(f"documents must be one of {', '.join(get_args(DocumentRule))}, got {documents!r}")
     kind = kind_of(path)
     if kind is None:
         raise ValueError(
-            f"{path} has no extension that is read as text; give .txt, .jsonl, .json or .parquet files (text and json "
-            f"also as {', '.join(COMPRESSED)}), got {''.join(path.suffixes) or 'none'}"
+            f"{path} has an unsupported extension; use .txt, .jsonl, .json or .parquet files (text and json also as "
+            f"{', '.join(COMPRESSED)}), got {''.join(path.suffixes) or 'none'}"
         )
     if kind in PARQUET:
         texts: Iterator[str] = _read_parquet(path, text_column)
@@ -92,10 +92,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str]:
             raise ValueError(f"{path}:{number}: not a JSON object ({error.msg} at column {error.colno})") from error
         except (RecursionError, ValueError) as error:
             raise ValueError(
-                f"{path}:{number}: not a JSON object that can be read (nested or numbers too long)"
+                f"{path}:{number}: not a readable JSON object (nested too deeply, or a number with too many digits)"
             ) from error
         if isinstance(record, list):
-            raise ValueError(f"{path}:{number}: an array; write one JSON object a line")
+            raise ValueError(f"{path}:{number}: an array; write one JSON object per line")
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: must be a JSON object, got {type(record).__name__}")
         yield text_of(record, column, f"{path}:{number}")
@@ -122,13 +122,13 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
                     row += 1
                     yield text or ""
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not a whole parquet file, or damaged ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: not a complete parquet file, or damaged ({str(error).splitlines()[0]})") from error
     except OSError as error:
-        raise OSError(f"{path}: cannot be read to its end ({error}); it may be cut short") from error
+        raise OSError(f"{path}: cannot be read to the end ({error}); it may be truncated") from error
 
 
 def text_of(record: dict[str, Any], column: str, where: str) -> str:
-    """The text of one record; a record whose text is null counts as empty."""
+    """The text of one record; null counts as empty."""
     check_column(column, record, where)
     text = record[column]
     if text is not None and not isinstance(text, str):
@@ -136,21 +136,20 @@ def text_of(record: dict[str, Any], column: str, where: str) -> str:
     if text and not text.isascii():
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # JSON can write what no UTF-8 text holds
-            raise ValueError(f"{where}: column {column!r} holds half a surrogate pair at {error.start}") from error
+        except UnicodeEncodeError as error:  # JSON can encode lone surrogates, UTF-8 cannot
+            raise ValueError(f"{where}: column {column!r} has a lone surrogate at index {error.start}") from error
     return text or ""
 
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     columns = list(columns)
     if column not in columns:
-        near = get_close_matches(column, columns, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(column, columns, " (did you mean {!r}?)")
         raise ValueError(f"{where}: no column {column!r}, it has {', '.join(columns) or 'none'}; set text_column{hint}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines without their ends. Reads bytes, so that a wrong one can be named by its place."""
+    """Numbered lines without line ends. Reads bytes, so that errors can report the byte offset."""
     offset = 0
     with _opened(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(LONGEST_DOCUMENT + 1), b""), 1):
@@ -161,11 +160,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                place = offset + error.start
+                position = offset + error.start
                 inside = " of its decompressed text" if path.suffix.lower() in COMPRESSED else ""
                 raise ValueError(
-                    f"{path}: not UTF-8 at byte {place}{inside} (line {number}, 0x{raw[error.start]:02x}); convert it, "
-                    "for example with iconv -t UTF-8"
+                    f"{path}: not UTF-8 at byte {position}{inside} (line {number}, 0x{raw[error.start]:02x}); convert "
+                    "it, for example with iconv -t UTF-8"
                 ) from error
             offset += len(raw)
             yield number, line.rstrip("\r\n")
@@ -173,7 +172,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed. What the compression finds wrong is told with the file's name."""
+    """The decompressed bytes of a file; decompression errors name the file."""
     opener = COMPRESSED.get(path.suffix.lower())
     try:
         with open_regular(path) as plain:
@@ -183,4 +182,4 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                 with opener(plain, "rb") as file:
                     yield file
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise OSError(f"{path}: cannot be decompressed to its end ({error}); it is damaged or cut short") from error
+        raise OSError(f"{path}: cannot be decompressed to the end ({error}); it is damaged or truncated") from error

@@ -1,13 +1,13 @@
-"""Turns the names of sources into documents: files, folders, patterns and Hugging Face datasets.
+"""Reads documents from sources: files, folders, glob patterns and Hugging Face datasets.
 
-| written | read |
+| source | documents |
 |---|---|
 | `corpus/a.txt`, `b.jsonl.gz`, `c.parquet` | one file (readers.py) |
-| `corpus/` | every readable file below it, in the order of their names |
-| `corpus/*.train.txt.xz` | what the pattern finds, in the order of their names |
+| `corpus/` | every readable file below it, sorted by name |
+| `corpus/*.train.txt.xz` | the matching files, sorted by name |
 | a folder that `Dataset.save_to_disk` wrote | its rows |
-| `hf:NAME[:CONFIG][@SPLIT]` | a dataset of the hub, or of a folder; the split is "train" unless named |
-| `embedded:gutenberg` | children's prose in the public domain, which ships with this package |
+| `hf:NAME[:CONFIG][@SPLIT]` | a dataset on the hub or in a folder; the default split is "train" |
+| `embedded:gutenberg` | children's prose in the public domain, included in this package |
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...files import expanded, read_table
+from ...messages import did_you_mean
 from ..fingerprint import hash_file_once
 from ..recipe import MOST_FILES
 from .readers import PARQUET, DocumentRule, check_column, kind_of, read_file, text_of
@@ -34,20 +34,20 @@ EMBEDDED = {"embedded:gutenberg": Path(__file__).parent.parent / "embedded" / "g
 
 
 class Layout(NamedTuple):
-    """Where the text is in a source."""
+    """How to find the text in a source."""
 
     text_column: str = "text"
     documents: DocumentRule = "blank_line"
 
 
 class Source(Protocol):
-    """Something that documents come from."""
+    """A source of documents."""
 
     @property
     def name(self) -> str: ...
 
     def identity(self) -> dict[str, Any]:
-        """What changes exactly when the content does; JSON."""
+        """JSON that changes if and only if the content changes."""
         ...
 
     def read(self, layout: Layout) -> Iterator[str]:
@@ -55,37 +55,37 @@ class Source(Protocol):
         ...
 
     def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
-        """The documents of one rank, to be read piece by piece and gone on with later."""
+        """The documents of one rank as a resumable stream."""
         ...
 
 
 class DocumentStream(Protocol):
-    """Documents of a source whose place can be kept."""
+    """A resumable stream of documents."""
 
-    def start(self, epoch: int, place: Any = None) -> Iterator[str]: ...
+    def start(self, epoch: int, position: Any = None) -> Iterator[str]: ...
 
-    def place(self) -> Any:
-        """Where the next document is; JSON."""
+    def position(self) -> Any:
+        """The position of the next document; JSON."""
         ...
 
-    def check_place(self, place: Any) -> None:
-        """Raises ValueError for what `place` cannot have given."""
+    def check_position(self, position: Any) -> None:
+        """Raises ValueError for a position that this stream cannot have."""
         ...
 
 
 def find_sources(names: str | Path | Iterable[str | Path]) -> list[Source]:
-    """The sources of these names; an error where a name leads nowhere or two lead to the same file."""
+    """The sources with these names; raises if a source does not exist or is named twice."""
     listed = [names] if isinstance(names, str | Path) else list(names)
     if not listed:
-        raise ValueError("no data: name at least one file, folder, pattern or hf:NAME")
+        raise ValueError("no data: give at least one file, folder, pattern or hf:NAME")
     found: list[Source] = []
     for name in listed:
         found += _find(name)
     seen: set[str] = set()
     for source in found:
-        key = str(source.path.resolve()) if isinstance(source, TextFile | SavedDataset) else source.name
+        key = str(source.path.resolve()) if isinstance(source, _LocalSource) else source.name
         if key in seen:
-            raise ValueError(f"{source.name} is named twice; its text would count twice")
+            raise ValueError(f"{source.name} is given twice, so its text would count twice")
         seen.add(key)
     return found
 
@@ -93,20 +93,20 @@ def find_sources(names: str | Path | Iterable[str | Path]) -> list[Source]:
 def read_documents(
     source: str | Path | Iterable[str | Path], *, text_column: str = "text", documents: DocumentRule = "blank_line"
 ) -> Iterator[str]:
-    """The documents of one source or several, one after the other, without holding more than one file's piece.
+    """The documents of one or several sources, read lazily.
 
     Args:
-        source: files, folders, patterns, `hf:NAME[:CONFIG][@SPLIT]`; see the table above.
-        text_column: the column of json lines, parquet and datasets.
-        documents: what ends a document of a text file: "blank_line", "line" or "file".
+        source: files, folders, patterns, `hf:NAME[:CONFIG][@SPLIT]`; see the table at the top of this file.
+        text_column: the text column of json lines, parquet and datasets.
+        documents: what ends a document in a text file: "blank_line", "line" or "file".
     """
     for found in find_sources(source):
         yield from found.read(Layout(text_column, documents))
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """A file on this machine."""
+class _LocalSource:
+    """A file or folder on this machine."""
 
     path: Path
 
@@ -115,24 +115,27 @@ class TextFile:
         return str(self.path)
 
     def identity(self) -> dict[str, Any]:
-        return _file_identity(self.path)
+        raise NotImplementedError
 
     def read(self, layout: Layout) -> Iterator[str]:
-        yield from read_file(self.path, *layout)
+        raise NotImplementedError
 
     def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
         return CountedStream(self, layout, rank, ranks)
 
 
-@dataclass(frozen=True)
-class SavedDataset:
+class TextFile(_LocalSource):
+    """A text, jsonl or parquet file."""
+
+    def identity(self) -> dict[str, Any]:
+        return _file_identity(self.path)
+
+    def read(self, layout: Layout) -> Iterator[str]:
+        yield from read_file(self.path, *layout)
+
+
+class SavedDataset(_LocalSource):
     """A folder that `Dataset.save_to_disk` wrote."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
 
     def identity(self) -> dict[str, Any]:
         listed = read_table(self.path / "state.json").get("_data_files")
@@ -150,13 +153,10 @@ class SavedDataset:
             raise ValueError(f"{self.path}: cannot be opened as a saved dataset ({error})") from error
         yield from _rows(dataset, layout.text_column, self.name)
 
-    def stream(self, layout: Layout, seed: int, rank: int, ranks: int) -> DocumentStream:
-        return CountedStream(self, layout, rank, ranks)
-
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset that the `datasets` library knows by a name or a folder."""
+    """A dataset that the `datasets` library loads by name or folder."""
 
     path: str
     config: str | None
@@ -167,7 +167,7 @@ class HubDataset:
         return HUB + self.path + (f":{self.config}" if self.config else "") + f"@{self.split}"
 
     def identity(self) -> dict[str, Any]:
-        """The content of its files where they are on this machine, else their addresses, which name a revision."""
+        """The hashes of its files if they are on this machine, else their URLs, which include a revision."""
         builder = self._builder()
         files = [str(file) for file in (builder.config.data_files or {}).get(self.split.partition("[")[0], [])]
         if files and all(Path(file).is_file() for file in files):
@@ -190,8 +190,8 @@ class HubDataset:
         def open_dataset() -> Any:
             with _named_errors(self.name):
                 dataset = builder.as_streaming_dataset(split=self.split)
-            # The order of shards changes from epoch to epoch, and several are read in turns. A larger buffer of
-            # examples would be lost on resume, so sequences are shuffled by us, later.
+            # Shuffles the shards only: a larger buffer of examples would be lost on resume. StreamedDataset shuffles
+            # the packed sequences.
             dataset = dataset.shuffle(seed=seed, buffer_size=1)
             return split_dataset_by_node(dataset, rank=rank, world_size=ranks) if ranks > 1 else dataset
 
@@ -205,65 +205,65 @@ class HubDataset:
 
 
 class CountedStream:
-    """Documents of a local source; its place is the number of documents gone by."""
+    """Documents of a local source; the position is the number of documents read."""
 
     def __init__(self, source: Source, layout: Layout, rank: int, ranks: int) -> None:
         self.source, self.layout, self.rank, self.ranks = source, layout, rank, ranks
         self.count = 0
 
-    def start(self, epoch: int, place: Any = None) -> Iterator[str]:
-        self.count = place or 0
+    def start(self, epoch: int, position: Any = None) -> Iterator[str]:
+        self.count = position or 0
         for text in islice(self.source.read(self.layout), self.count, None):
             mine = self.count % self.ranks == self.rank
             self.count += 1
             if mine:
                 yield text
 
-    def place(self) -> int:
+    def position(self) -> int:
         return self.count
 
-    def check_place(self, place: Any) -> None:
-        if type(place) is not int or not 0 <= place < 2**53:
-            raise ValueError(f"the position in {self.source.name} must be a number of documents, got {place!r}")
+    def check_position(self, position: Any) -> None:
+        if type(position) is not int or not 0 <= position < 2**53:
+            raise ValueError(f"the position in {self.source.name} must be a number of documents, got {position!r}")
 
 
 class HubStream:
-    """Documents of a streamed dataset; its place is the library's own."""
+    """Documents of a streamed dataset; the position is the state dict of the `datasets` library."""
 
     def __init__(self, open_dataset: Callable[[], Any], column: str, name: str) -> None:
         self.open_dataset, self.column, self.name = open_dataset, column, name
         self.dataset: Any = None
 
-    def start(self, epoch: int, place: Any = None) -> Iterator[str]:
-        self.dataset = self.open_dataset()  # a used one would start where it was loaded
+    def start(self, epoch: int, position: Any = None) -> Iterator[str]:
+        self.dataset = self.open_dataset()  # a new one: a used dataset starts at its last loaded state
         self.dataset.set_epoch(epoch)
-        if place is not None:
-            self.dataset.load_state_dict(place)
+        if position is not None:
+            self.dataset.load_state_dict(position)
         for row in _without_buffer_warning(self.dataset):
             text = text_of(row, self.column, self.name).strip()
             if text:
                 yield text
 
-    def place(self) -> Any:
+    def position(self) -> Any:
         return json.loads(json.dumps(self.dataset.state_dict()))
 
-    def check_place(self, place: Any) -> None:
-        if not isinstance(place, dict):
-            raise ValueError(f"the position in {self.name} must be an object, got {type(place).__name__}")
+    def check_position(self, position: Any) -> None:
+        if not isinstance(position, dict):
+            raise ValueError(f"the position in {self.name} must be an object, got {type(position).__name__}")
 
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Tells errors of the `datasets` library with the source's name."""
+    """Adds the name of the source to errors of the `datasets` library."""
     try:
         yield
     except Exception as error:
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{name}: {error}; a dataset is written hf:NAME[:CONFIG][@SPLIT]") from error
+        raise kind(f"{name}: {error}; the format is hf:NAME[:CONFIG][@SPLIT]") from error
 
 
 def _without_buffer_warning(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset. The library warns of a lost buffer on resume; ours holds one example, already given out."""
+    """Rows of a dataset, without the warning about a lost shuffle buffer on resume: ours has a single, used example."""
     logger = logging.getLogger("datasets.iterable_dataset")
     level = logger.level
     rows = iter(dataset)
@@ -300,14 +300,14 @@ def _find(name: str | Path) -> list[Source]:
     if text.startswith(HUB):
         return [_parse_hub(text)]
     if text.startswith("embedded:") and text not in EMBEDDED:
-        raise ValueError(f"the texts that ship with the package are {', '.join(EMBEDDED)}, got {text!r}")
+        raise ValueError(f"the embedded texts are {', '.join(EMBEDDED)}, got {text!r}")
     path = EMBEDDED.get(text) or expanded(text, "data")
     if path.is_file():
         return [_file(path)]
     if (path / "dataset_dict.json").is_file():
         splits = read_table(path / "dataset_dict.json").get("splits", [])
         named = ", ".join(map(str, splits[:20])) if isinstance(splits, list) else "none named"
-        raise ValueError(f"{path} holds several splits ({named}); name one of them, such as {path}/train")
+        raise ValueError(f"{path} holds several splits ({named}); choose one of them, such as {path}/train")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return [SavedDataset(path)]
     if path.is_dir():
@@ -321,16 +321,15 @@ def _find(name: str | Path) -> list[Source]:
             raise FileNotFoundError(f"no file matches {text}")
         return [_file(match) for match in matches]
     if path.exists():
-        raise ValueError(f"{text} is neither a file nor a folder but a device, a pipe or a socket; name a file")
+        raise ValueError(f"{text} must be a file or a folder, got a device, a pipe or a socket")
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, siblings, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    raise FileNotFoundError(f"{text} does not exist{hint}")
+    near = did_you_mean(path.name, siblings, "{}")
+    raise FileNotFoundError(f"{text} does not exist" + (f"; did you mean {path.parent / near}?" if near else ""))
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """The files of a pattern, sorted; `**` follows no link, so that links in a circle end."""
-    parts = (*pattern.parts, "*") if pattern.name == "**" else pattern.parts  # `**` alone finds folders
+    """The files that match a pattern, sorted; `**` does not follow links, which could form a cycle."""
+    parts = (*pattern.parts, "*") if pattern.name == "**" else pattern.parts  # a trailing `**` matches folders only
     fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     base = Path(*parts[:fixed]) if fixed else Path()
     found = []
@@ -339,7 +338,7 @@ def _matches(pattern: Path) -> list[Path]:
         if match.is_file() and (not hidden or any(p.startswith(".") for p in parts[fixed:])):
             found.append(match)
         if len(found) > MOST_FILES:
-            raise ValueError(f"{pattern} must match at most {MOST_FILES:,} files, got more; name folders instead")
+            raise ValueError(f"{pattern} must match at most {MOST_FILES:,} files, got more; give folders instead")
     return sorted(found)
 
 
@@ -350,7 +349,7 @@ def _hidden(file: Path, folder: Path) -> bool:
 def _file(path: Path) -> TextFile:
     if kind_of(path) is None:
         raise ValueError(
-            f"{path}: this extension is not read; give .txt, .jsonl, .json or {PARQUET[0]} files (text and json also "
+            f"{path} has an unsupported extension; use .txt, .jsonl, .json or {PARQUET[0]} files (text and json also "
             "as .gz, .xz, .bz2). Pickles are never opened"
         )
     return TextFile(path)
@@ -360,10 +359,10 @@ def _parse_hub(text: str) -> HubDataset:
     rest, _, split = text.removeprefix(HUB).partition("@")
     path, _, config = rest.partition(":")
     if not path:
-        raise ValueError(f"a dataset is written hf:NAME[:CONFIG][@SPLIT], got {text!r}")
+        raise ValueError(f"the format of a dataset is hf:NAME[:CONFIG][@SPLIT], got {text!r}")
     return HubDataset(path, config or None, split or "train")
 
 
 def _file_identity(path: Path) -> dict[str, Any]:
-    """Of all of a file's bytes, of a stream's too: a change in the middle changes the run."""
+    """Includes the hash of the whole file, also for streams, so that every change is detected."""
     return {"name": path.name, "kind": kind_of(path), "bytes": path.stat().st_size, "sha256": hash_file_once(path)}

@@ -1,8 +1,8 @@
-"""Turns documents' ids into files of a cache, once, and memory-maps them.
+"""Writes token ids into cache folders and memory-maps them.
 
-A folder of the cache appears whole or not at all: it is written under another name and renamed. Of several processes
-that want the same one, the first writes and the others wait for its lock; where a file system has no locks, each writes
-its own and one of them stays.
+A cache folder is written under a temporary name and renamed, so that it is complete or absent. If several processes
+need the same folder, the first writes it and the others wait for its lock; on a file system without locks, each writes
+its own copy and one of them is kept.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ...cache import note_use, remove_oldest
 from ...files import read_table
 from ..fingerprint import hash_file, hash_file_once
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # told by a write, without the name of a file
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write, which do not include a file name
 SEAL = "whole.json"  # written last: the sha256 of every file
 
 
 def cached(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
-    """The folder cache/key. `write` fills an empty folder where there is none yet, or a damaged one."""
+    """The folder cache/key; if it is missing or damaged, `write` fills a new one."""
     target = cache / key
     if is_whole(target):
         note_use(target)
@@ -43,14 +43,14 @@ def cached(cache: Path, key: str, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         ours = error.filename is not None and cache in (Path(error.filename), *Path(error.filename).parents)
         if not ours and error.errno not in NO_ROOM:
-            raise  # of a source, which is named already
-        message = f"the cache {cache} cannot be written ({error.strerror}); name another with cache="
+            raise  # an error of a source, which already names it
+        message = f"the cache {cache} cannot be written ({error.strerror}); choose another with cache="
         raise OSError(error.errno, message) from error
     return target
 
 
 def is_whole(folder: Path) -> bool:
-    """True when every file that was written is there, byte for byte; each is read once in a process."""
+    """True if all files exist with their recorded hashes; each file is hashed once per process."""
     try:
         hashes = read_table(folder / SEAL)
         return all(hash_file_once(folder / name) == expected for name, expected in hashes.items())
@@ -59,7 +59,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _write(cache: Path, key: str, write: Callable[[Path], None]) -> None:
-    for left_over in cache.glob(f".{key}.part-*"):  # by a process that was killed: the lock is ours
+    for left_over in cache.glob(f".{key}.part-*"):  # of a killed process: this process holds the lock
         shutil.rmtree(left_over, ignore_errors=True)
     part = cache / f".{key}.part-{os.getpid()}-{secrets.token_hex(4)}"
     part.mkdir()
@@ -80,10 +80,10 @@ def _rename(part: Path, target: Path) -> None:
         part.rename(target)
     except OSError:
         if is_whole(target):
-            return  # another process was faster, with the same content
+            return  # another process wrote the same content first
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
-        else:  # a file, a link or a pipe in its place
+        else:  # a file, a link or a pipe with that name
             target.unlink()
         part.rename(target)
 
@@ -95,7 +95,7 @@ def _to_disk(path: Path) -> None:
 
 @dataclass
 class PartStats:
-    """What is in one part (training or held-out) of a corpus."""
+    """Counts of one part (training or held-out) of a corpus."""
 
     documents: int = 0
     tokens: int = 0

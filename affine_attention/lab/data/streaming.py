@@ -1,8 +1,8 @@
-"""Turns streamed documents into packed sequences, in an order that can be gone on with exactly.
+"""Packs streamed documents into sequences, in an order that can be resumed exactly.
 
-The stream is read a *window* at a time: as many documents as fill some sequences. The sequences of a window are
-shuffled and given out. The place of a stream is that of its window's start and how many of its sequences are gone: a
-few numbers, no buffer to keep, and at most one window to read again.
+The stream is read one *window* at a time: enough documents to fill a number of sequences, which are then shuffled. The
+stream position is the start of the current window and the number of its sequences that were used: a few numbers, no
+buffer to store. Resuming reads at most one window again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from .packing import as_example, shuffled
 from .sources import DocumentStream
 from .tokenizer import BATCH_CHARACTERS, DocumentEncoder, batched
 
-CHARACTERS_PER_TOKEN = 4  # a guess, of how much text to read for a window; it decides no result but the window's size
+CHARACTERS_PER_TOKEN = 4  # estimate of how much text fills a window; it only affects the window's size
 
 
 class StreamedDataset(IterableDataset):
-    """Sequences of streamed documents, epoch after epoch; `state_dict` and `load_state_dict` keep the place.
+    """Packed sequences of streamed documents over several epochs; `state_dict` and `load_state_dict` hold the position.
 
-    All ranks may read the same one: accelerate gives each its part of a batch, so the batches of a step are the same on
-    any number of ranks.
+    All ranks can read the same stream: accelerate gives each rank its part of a batch, so the batches of a step are the
+    same for any number of ranks.
 
     Args:
         streams: the sources, read one after the other.
-        encoder: text to ids.
-        split: what is not trained on.
+        encoder: converts text to ids.
+        split: selects the held-out documents, which are skipped.
         sequence_length: T.
         document_boundaries: whether position_ids restart with each document.
-        num_sequences: after so many it ends.
+        num_sequences: total number of sequences.
         seed: of the order within windows.
-        window: sequences that are shuffled together.
+        window: number of sequences that are shuffled together.
     """
 
     def __init__(
@@ -59,39 +59,39 @@ class StreamedDataset(IterableDataset):
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next sequence; JSON."""
+        """The position of the next sequence; JSON."""
         return {"start": dict(self._start), "given": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on from there. A position that this stream cannot have is refused."""
+        """The next iteration continues from this position. Raises ValueError if this stream cannot have it."""
         self.check(state)
         self._start, self._given, self._resumed = dict(state["start"]), state["given"], True
 
     def check(self, state: Any) -> None:
-        """Every key, type and range: a checkpoint may come from elsewhere."""
+        """Checks every key, type and range: a checkpoint may come from an untrusted source."""
         start = state.get("start") if isinstance(state, dict) else None
         if not isinstance(start, dict) or set(state) != {"start", "given"} or set(start) != set(_beginning()):
             raise ValueError(f"a stream position must have start (with {', '.join(_beginning())}) and given")
         counts = {"given": state["given"], **{key: start[key] for key in ("epoch", "source", "window", "sequences")}}
         for key, value in counts.items():
             if type(value) is not int or not 0 <= value < 2**53:
-                raise ValueError(f"a stream position must have {key} as a whole number from 0 on, got {value!r}")
+                raise ValueError(f"a stream position must have {key} as an integer of at least 0, got {value!r}")
         if start["source"] >= len(self.streams):
             raise ValueError(f"a stream position must be in source 0 to {len(self.streams) - 1}, got {start['source']}")
         for key, high in (("rest", self.encoder.largest_id), ("rest_starts", self.sequence_length)):
             values = start[key]
             if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= high for v in values):
-                raise ValueError(f"a stream position must have {key} as a list of whole numbers from 0 to {high}")
+                raise ValueError(f"a stream position must have {key} as a list of integers from 0 to {high}")
         if len(start["rest"]) >= self.sequence_length or len(start["rest_starts"]) > self.sequence_length:
-            raise ValueError(f"a stream position must keep fewer than {self.sequence_length} tokens")
+            raise ValueError(f"a stream position must hold fewer than {self.sequence_length} remaining tokens")
         if start["place"] is not None:
-            self.streams[start["source"]].check_place(start["place"])
+            self.streams[start["source"]].check_position(start["place"])
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         workers = get_worker_info()
         if workers is not None and workers.num_workers > 1:
             raise ValueError(
-                f"a stream is read by one worker, got {workers.num_workers}, which would each read all of it; set "
+                f"a stream needs a single worker, got {workers.num_workers}, each of which would read all of it; set "
                 "dataloader_num_workers to 0 or 1"
             )
         if not self._resumed:
@@ -117,7 +117,7 @@ class StreamedDataset(IterableDataset):
         return as_example(piece, starts[low:high] - first)
 
     def _read_window(self, start: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-        """Ids and starts of documents of the window that begins at `start`, and where the next one does."""
+        """(ids, document starts, start of the next window) of the window that begins at `start`."""
         place = {key: start[key] for key in ("epoch", "source", "place")}
         documents = [np.asarray(start["rest"], self.encoder.dtype)]
         starts = [*start["rest_starts"]]
@@ -140,7 +140,7 @@ class StreamedDataset(IterableDataset):
         return everything, np.asarray(starts, np.int64), following
 
     def _take(self, place: dict[str, Any], characters: int) -> list[str]:
-        """The next documents, about so many characters; moves `place` on, into the next epoch where one ends."""
+        """The next documents, about `characters` characters; advances `place`, also into the next epoch."""
         turned = False
         while True:
             stream = self.streams[place["source"]]
@@ -148,13 +148,13 @@ class StreamedDataset(IterableDataset):
                 self._documents = stream.start(place["epoch"], place["place"])
             texts = next(batched((t for t in self._documents if not self.split.holds(t)), characters), [])
             if texts:
-                place["place"] = stream.place()
+                place["place"] = stream.position()
                 return texts
             self._documents = None
             place |= {"source": place["source"] + 1, "place": None}
             if place["source"] == len(self.streams):
                 if turned:
-                    raise ValueError("the stream has no document to train on: each is empty or held out")
+                    raise ValueError("the stream has no document to train on: all are empty or held out")
                 turned = True
                 place |= {"epoch": place["epoch"] + 1, "source": 0}
 

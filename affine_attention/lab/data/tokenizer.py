@@ -1,4 +1,4 @@
-"""Turns text into token ids: a tokenizer by name, folder or file, or a byte-level BPE trained on the corpus."""
+"""Loads a tokenizer by name, folder or file, or trains a byte-level BPE, and encodes documents."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ...files import expanded
 
 SEPARATOR = "<|endoftext|>"
-# What models put between documents, for a bare tokenizer.json, which does not say.
+# Common end-of-text tokens, for a bare tokenizer.json, which does not name its own.
 KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-SMALLEST_VOCABULARY = 257  # every byte and the separator
+SMALLEST_VOCABULARY = 257  # 256 bytes and the separator
 LARGEST_VOCABULARY = 2**24
-BATCH_CHARACTERS = 2_000_000  # about 0.1 GB while they are encoded
+BATCH_CHARACTERS = 2_000_000  # encoding them takes about 0.1 GB of memory
 
 
 def load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A tokenizer by hub name, by folder, or from a bare `tokenizer.json`. No code of a repository is run."""
+    """A tokenizer from the hub, a folder, or a bare `tokenizer.json`. No code of a repository is run."""
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         return tokenizer
     path = expanded(tokenizer, "tokenizer")
@@ -34,21 +34,21 @@ def load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase) -> PreTraine
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library ({error})") from error
-    from transformers import AutoTokenizer  # brings every model's classes, which takes seconds
+    from transformers import AutoTokenizer  # a slow import
 
     try:
         return AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, and whatever a damaged file makes of the library
+    except Exception as error:  # OSError, ValueError, and others for damaged files
         raise ValueError(
-            f"tokenizer {str(tokenizer)!r} cannot be loaded; give a hub name, a folder with tokenizer files, or a "
+            f"tokenizer {str(tokenizer)!r} cannot be loaded; use a hub name, a folder with tokenizer files, or a "
             f"tokenizer.json ({str(error).splitlines()[0]})"
         ) from error
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these documents. The same documents in the same order give the same tokenizer.
+    """Trains a byte-level BPE. The same documents in the same order give the same tokenizer.
 
-    It can be smaller than `vocabulary_size` where the text has fewer pairs to merge.
+    It can be smaller than `vocabulary_size` if the text has too few pairs to merge.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -60,16 +60,16 @@ def train_tokenizer(documents: Iterable[str], vocabulary_size: int) -> PreTraine
         vocab_size=vocabulary_size, special_tokens=[SEPARATOR], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    # In pieces: the library holds every word of a text with its place while it is split.
+    # In pieces: the library stores every word of a text with its offset while it splits the text.
     backend.train_from_iterator((piece for text in documents for piece in _pieces(text)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR)
 
 
 def check_vocabulary_size(vocabulary_size: int | None) -> None:
     if vocabulary_size is None:
-        raise ValueError("without a tokenizer one is trained on the data: set vocabulary_size, or name a tokenizer")
+        raise ValueError("without a tokenizer, one is trained on the data: set vocabulary_size, or pass a tokenizer")
     if isinstance(vocabulary_size, bool) or not isinstance(vocabulary_size, int):
-        raise TypeError(f"vocabulary_size must be a whole number, got {vocabulary_size!r}")
+        raise TypeError(f"vocabulary_size must be an integer, got {vocabulary_size!r}")
     if vocabulary_size < SMALLEST_VOCABULARY:
         raise ValueError(
             f"vocabulary_size must be at least {SMALLEST_VOCABULARY} (every byte and {SEPARATOR}), got "
@@ -80,10 +80,10 @@ def check_vocabulary_size(vocabulary_size: int | None) -> None:
 
 
 class DocumentEncoder:
-    """Text -> ids of a document: what the tokenizer puts first (a BOS, or nothing), its tokens, the separator.
+    """Encodes documents: the tokenizer's prefix (BOS or nothing), the tokens of the text, the separator.
 
-    A document that holds the text of a special token, such as <|endoftext|>, holds that text: it does not end there.
-    `special_tokens=True` reads it as the token, for text that was prepared with such marks.
+    Special tokens in the text, such as <|endoftext|>, are encoded as plain text and do not end the document.
+    `special_tokens=True` parses them as special tokens, for text that was prepared with them.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class DocumentEncoder:
         self.separator, separator_id = _separator(tokenizer, separator)
         self.first = _first_tokens(tokenizer)
         self.tail = [separator_id]
-        # The largest id that can come out, and the smallest dtype that holds it.
+        # The largest possible id, and the smallest dtype that holds it.
         self.largest_id = max(*tokenizer.get_vocab().values(), *self.tail, *self.first)
         self.dtype = np.dtype("<u2" if self.largest_id < 2**16 else "<u4")
-        # A copy: the file of a tokenizer may switch truncation or padding on, and neither belongs here.
+        # A copy, because truncation and padding, which a tokenizer file may enable, are switched off.
         self.backend: Any = None
         self.tokenizer = tokenizer
         if tokenizer.is_fast:
@@ -108,7 +108,7 @@ class DocumentEncoder:
             self.backend.encode_special_tokens = not special_tokens
 
     def fingerprint(self) -> str:
-        """Changes when any document could be encoded in another way."""
+        """A hash of everything that affects the encoding of a document."""
         if self.backend is not None:
             content = self.backend.to_str()
         else:
@@ -116,7 +116,7 @@ class DocumentEncoder:
         return hashlib.sha256(repr((content, self.first, self.tail, self.special_tokens)).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each document. No more text than one batch is encoded at a time, however long a document is."""
+        """The ids of each document. At most one batch of text is encoded at a time, also within a long document."""
         pieces = [_pieces(text) for text in texts]
         flat = (piece for document in pieces for piece in document)
         found = (ids for batch in batched(flat, BATCH_CHARACTERS) for ids in self._encode(batch))
@@ -132,14 +132,9 @@ class DocumentEncoder:
         )["input_ids"]
         return [np.asarray(ids, self.dtype) for ids in encoded]
 
-    def encode_all(self, documents: Iterable[str]) -> Iterator[list[np.ndarray]]:
-        """Ids of documents, a batch at a time, holding no more than one batch of text."""
-        for texts in batched(documents):
-            yield self.encode(texts)
-
 
 def batched(documents: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
-    """Lists of documents of about so many characters together."""
+    """Lists of documents with about `characters` characters in total."""
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -153,7 +148,7 @@ def batched(documents: Iterable[str], characters: int = BATCH_CHARACTERS) -> Ite
 
 
 def _pieces(text: str) -> list[str]:
-    """A very long document in parts that end with a line, so that memory stays bounded; any other whole."""
+    """Splits a very long document at line ends, to bound memory; a shorter one is returned as a single piece."""
     pieces = []
     while len(text) > BATCH_CHARACTERS:
         cut = text.rfind("\n", 1, BATCH_CHARACTERS) + 1 or BATCH_CHARACTERS
@@ -168,13 +163,13 @@ def _separator(tokenizer: PreTrainedTokenizerBase, separator: str | None) -> tup
     if wanted is None:
         wanted = next((token for token in KNOWN_SEPARATORS if token in vocabulary), None)
         if wanted is None:
-            raise ValueError("the tokenizer names no end-of-text token; name one of its tokens with separator=")
+            raise ValueError("the tokenizer has no end-of-text token; choose one of its tokens with separator=")
     if wanted not in vocabulary:
         raise ValueError(f"separator must be a token of the tokenizer, got {wanted!r}")
     return wanted, vocabulary[wanted]
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[bos] where the tokenizer starts every text with one (LLaMA 3 does, Qwen and SmolLM2 do not)."""
-    alone = list(tokenizer("")["input_ids"])
-    return [alone[0]] if alone and alone[0] == tokenizer.bos_token_id else []
+    """[bos] if the tokenizer starts every text with it (LLaMA 3 does, Qwen and SmolLM2 do not)."""
+    empty = list(tokenizer("")["input_ids"])
+    return [empty[0]] if empty and empty[0] == tokenizer.bos_token_id else []

@@ -1,4 +1,4 @@
-"""The loss of knowledge distillation, chunked so that no vocabulary materialises, and the teacher it learns from."""
+"""Knowledge distillation: a chunked loss that never holds the logits of all tokens, and the teacher model."""
 
 from .loss import DistillLoss, LossParts
 from .teacher import load_teacher

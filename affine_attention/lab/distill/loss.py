@@ -1,4 +1,4 @@
-"""Turns a student, a teacher and a batch into the loss of knowledge distillation, as sums that can be added up."""
+"""Turns a student, a teacher and a batch into distillation loss sums that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .chunks import IGNORED, LossParts, Terms, chunked_loss
-from .heads import TEACHER_HIDDEN, Headless, head_of, run_headless
+from .chunks import IGNORED, LossParts, chunked_loss
+from .lm_head import TEACHER_HIDDEN, HeadInput, head_of, run_to_head
+from .terms import Terms
 
 __all__ = ["DistillLoss", "LossParts"]
 
@@ -23,20 +24,20 @@ class DistillLoss:
     >>> parts = loss(student, teacher, {"input_ids": ids, "labels": ids})      # doctest: +SKIP
     >>> (parts.total_sum / tokens_of_all_micro_batches_and_ranks).backward()   # doctest: +SKIP
 
-    Position t predicts token t + 1: `labels` are those of transformers, not shifted, -100 where nothing is learned.
-    The parts are sums over the tokens that count, so that micro-batches and ranks add up to the whole batch.
+    Position t predicts token t + 1. `labels` follow transformers: not shifted, and -100 marks an ignored token. The
+    parts are sums over the other tokens, so that micro-batches and ranks add up to the whole batch.
 
     Args:
-        kd_weight: weight of the distillation term; with 0 the teacher is not run.
-        ce_weight: weight of the cross-entropy to the labels. Its sum is reported whatever the weight.
+        kd_weight: weight of the distillation term; 0 does not run the teacher.
+        ce_weight: weight of the cross-entropy to the labels. Its sum is always reported.
         temperature: divides both models' logits in the distillation term, whose value and gradient are multiplied by
             its square.
         divergence: "forward_kl" is KL(teacher || student); "soft_cross_entropy" adds the teacher's entropy to it, which
             has no gradient.
-        truncate_vocabulary: where the two vocabularies have different sizes, cut the larger to the smaller; without it
-            that is an error. Right where the difference is padding.
-        chunk_bytes: about how much the student's logits may take at a time; 256 MiB on the CPU, 512 MiB on a GPU. The
-            teacher's take half of that on the CPU, the same on a GPU.
+        truncate_vocabulary: if the two vocabulary sizes differ, use only the tokens of the smaller one; otherwise
+            different sizes are an error. Correct if the extra tokens are padding.
+        chunk_bytes: approximate size of the student's logits of one chunk; 256 MiB on the CPU, 512 MiB on a GPU. The
+            teacher's logits need half of that on the CPU, the same on a GPU.
     """
 
     def __init__(
@@ -54,29 +55,30 @@ class DistillLoss:
         self.truncate_vocabulary = truncate_vocabulary
         self.chunk_bytes = chunk_bytes
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told = False
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"DistillLoss({self.terms}, truncate_vocabulary={self.truncate_vocabulary})"
 
     def __call__(self, student: Any, teacher: Any, inputs: Mapping[str, Any]) -> LossParts:
-        """The loss of one micro-batch. `teacher` may be None where `kd_weight` is 0; `inputs` are those of both.
+        """The loss of one micro-batch. `teacher` may be None if `kd_weight` is 0; both models get the same `inputs`.
 
-        Where `inputs` hold what the teacher gave to its head (remembered.py), only its head runs.
+        If `inputs` hold cached hidden states of the teacher (teacher_cache.py), only its head runs.
         """
         if inputs.get("labels") is None:
             raise ValueError(f'inputs must have "labels", got {", ".join(map(repr, inputs))}')
         if self.terms.kd_weight and teacher is None:
             raise ValueError(
-                f"kd_weight={self.terms.kd_weight} needs a teacher; give one, or take kd_weight=0 and ce_weight=1 "
+                f"kd_weight={self.terms.kd_weight} needs a teacher; pass one, or use kd_weight=0 and ce_weight=1 "
                 "for plain cross-entropy"
             )
         labels_N = next_tokens(inputs["labels"])
         theirs = None
         if self.terms.kd_weight:
-            with torch.no_grad():  # first: its passing tensors need not lie beside what the student keeps for backward
-                theirs = self._teachers_word(teacher, inputs)
-        ours = run_headless(student, inputs, self._checked)
+            # Before the student, so that the teacher's temporaries are freed before the student stores activations.
+            with torch.no_grad():
+                theirs = self._teacher_head_input(teacher, inputs)
+        ours = run_to_head(student, inputs, self._checked)
         if theirs is None:
             return chunked_loss(
                 ours.hidden_BTM.flatten(0, 1), ours.head, labels_N, terms=self.terms,
@@ -85,11 +87,11 @@ class DistillLoss:
         head, teacher_head = ours.head, theirs.head
         if head.vocabulary != teacher_head.vocabulary and self.truncate_vocabulary:
             smaller = min(head.vocabulary, teacher_head.vocabulary)
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 warnings.warn(
-                    f"the student's vocabulary of {head.vocabulary} and the teacher's of {teacher_head.vocabulary} "
-                    f"are both cut to the first {smaller} tokens in the loss",
+                    f"the vocabularies of the student ({head.vocabulary}) and the teacher ({teacher_head.vocabulary}) "
+                    f"are truncated to the first {smaller} tokens in the loss",
                     stacklevel=2,
                 )
             head, teacher_head = head.cut(smaller), teacher_head.cut(smaller)
@@ -98,15 +100,15 @@ class DistillLoss:
             compute_dtype=ours.compute_dtype, teacher_dtype=theirs.compute_dtype, chunk_bytes=self.chunk_bytes,
         )  # fmt: skip
 
-    def _teachers_word(self, teacher: Any, inputs: Mapping[str, Any]) -> Headless:
+    def _teacher_head_input(self, teacher: Any, inputs: Mapping[str, Any]) -> HeadInput:
         hidden_BTM = inputs.get(TEACHER_HIDDEN)
         if hidden_BTM is None:
-            return run_headless(teacher, inputs, self._checked)
-        return Headless(hidden_BTM, head_of(teacher), hidden_BTM.dtype)
+            return run_to_head(teacher, inputs, self._checked)
+        return HeadInput(hidden_BTM, head_of(teacher), hidden_BTM.dtype)
 
 
 def next_tokens(labels_BT: Tensor) -> Tensor:
-    """[B, T] labels -> [B · T]: the token after each position; nothing follows the last."""
+    """[B, T] labels -> [B · T]: the next token of each position; the last position of a sequence is ignored."""
     if labels_BT.dim() != 2:
         raise ValueError(f"labels must be [B, T], got {list(labels_BT.shape)}")
     shifted = torch.full_like(labels_BT, IGNORED)

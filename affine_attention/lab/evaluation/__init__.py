@@ -1,4 +1,4 @@
-"""Perplexity on held-out text in its three forms, and zero-shot tasks with lm-evaluation-harness or our own scorer."""
+"""Perplexity per token, word and byte on held-out text, and zero-shot tasks with lm-evaluation-harness or `direct`."""
 
 from .evaluate import evaluate, format_evaluation
 from .tasks import DEFAULT_TASKS, write_tasks

@@ -1,6 +1,6 @@
-"""Turns ready-made contexts into task scores without lm-evaluation-harness: one pass over all tasks, sorted by length.
+"""Scores ready-made task contexts without lm-evaluation-harness: one pass over all tasks, sorted by length.
 
-It scores what the harness scores: the same tokens, the same metrics, the same ties (the first of equal choices wins).
+Same tokens, metrics and tie-breaking (the first of equal choices) as the harness.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def run_direct(
     """{task: {"n", "metrics": {name: {"value", "stderr"}}}} for tasks with ready-made contexts.
 
     Args:
-        model: a causal model of transformers.
+        model: a transformers causal LM.
         tokenizer: its tokenizer.
-        files: of `find_tasks`.
-        batch_size: at most so many sequences in a forward.
-        limit: only so many items of each task, from the first.
+        files: task files of `find_tasks`.
+        batch_size: maximum number of sequences per forward.
+        limit: use only the first `limit` items of each task.
         autocast: dtype of the forward.
-        cache: a dict that keeps items and tokens between models with the same tokenizer.
+        cache: a dict that keeps items and tokens for further models with the same tokenizer.
     """
     cache = {} if cache is None else cache
     words = fingerprint_tokenizer(tokenizer)
@@ -98,7 +98,7 @@ def choices_of(item: dict[str, Any], form: str) -> list[str]:
 
 
 def measure(item: dict[str, Any], form: str, scores: Sequence[Score]) -> dict[str, float]:
-    """What one item contributes to each metric."""
+    """The value of each metric for one item."""
     if form == "target":
         return {"perplexity": scores[0].logprob, "acc": float(scores[0].greedy)}
     logprobs = np.array([entry.logprob for entry in scores])
@@ -110,7 +110,7 @@ def measure(item: dict[str, Any], form: str, scores: Sequence[Score]) -> dict[st
 
 
 def aggregate(metric: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Mean, or perplexity of mean log-likelihoods, with the standard error over items (None for a single one)."""
+    """The mean, or the perplexity of a mean log-likelihood, with its standard error (None for a single item)."""
     n = len(values)
     mean = math.fsum(values) / n
     stderr = None

@@ -1,4 +1,4 @@
-"""Turns a run folder, a checkpoint or a model into evaluation.json: perplexities and task scores.
+"""Evaluates a run, a checkpoint or a model: perplexities and task scores, written to evaluation.json.
 
 >>> evaluate("runs/affine-0", perplexity={"c4": "heldout/c4.jsonl"}, task_data="evals")  # doctest: +SKIP
 """
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from ...files import kind, read_table
-from ...hf.loading import load_model, load_tokenizer_of
-from ..device import choose_device
+from ...files import kind, plain_numbers, read_table, write_json
 from ..fingerprint import fingerprint_folder, fingerprint_model
-from ..run import SCHEMA, RunFolder, describe_machine, now, plain_numbers, write_json
+from ..machine import describe_machine, now
+from ..models import find_model, load, parse_dtype
+from ..run import SCHEMA, RunFolder
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
 from .perplexity import perplexity as measure_perplexity
@@ -24,7 +24,6 @@ from .perplexity import split_articles
 from .scoring import max_length, mechanism_of
 from .tasks import DEFAULT_TASKS, TASKS, TaskFile, choose_tasks, find_tasks, harness_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DEFAULT_LENGTH = 1024
 PAPER = "paper"  # stands for DEFAULT_TASKS in a list of tasks
 
@@ -48,29 +47,31 @@ def evaluate(
     seed: int = 0,
     cache: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Evaluates a model and returns what evaluation.json holds; what was there of the same weights stays.
+    """Evaluates a model and returns the content of evaluation.json; earlier results of the same weights are kept.
 
-    Scores depend neither on the order of documents or items, nor, beyond rounding, on the batch size.
+    Scores do not depend on the order of documents or items, nor (up to rounding) on the batch size.
 
     Args:
-        path_or_model: the folder of a run, a folder that save_pretrained wrote, or a loaded model.
-        tokenizer: for a loaded model, or one that is not in the folder.
-        perplexity: {name: file}, or files, which are then named by their stems; a file is a source of
-            `lab.data.read_documents` (text, jsonl, parquet, folders), a list of them, or None: what the run held out.
-        tasks: names; "paper" or None: the paper's six and LAMBADA; None is no task where only perplexity is asked for.
-        task_data: a folder of task files (see tasks.py); None: lm-evaluation-harness fetches its own.
+        path_or_model: a run folder, a folder that save_pretrained wrote, or a loaded model.
+        tokenizer: needed for a loaded model, or if the folder has none.
+        perplexity: {name: file}, or files, which are then named by their stems. A file is a source of
+            `lab.data.read_documents` (text, jsonl, parquet, folders), a list of them, or None for the text that the run
+            held out.
+        tasks: task names; "paper" or None selects the paper's six tasks and LAMBADA. None selects no task if only
+            perplexity is requested.
+        task_data: a folder of task files (see tasks.py); None lets lm-evaluation-harness download its own.
         engine: "harness" runs lm-evaluation-harness; "direct" scores ready-made contexts without it (it need not be
-            installed), in fewer and larger forwards, to the same accuracies.
-        batch_size: sequences in a forward at most; None: chosen by the device.
-        length: tokens in a window of perplexity; None: the run's sequence length, else the bias_length, else 1024.
-        stride: scored tokens of a window, see perplexity.py.
-        limit: only so many documents and items, from the first.
-        device: where to; None: the GPU where there is one. A loaded model stays where it is.
+            installed), in fewer and larger forwards, with the same accuracies.
+        batch_size: maximum number of sequences per forward; None chooses by device.
+        length: tokens per perplexity window; None: the run's sequence length, else the bias_length, else 1024.
+        stride: scored tokens per window, see perplexity.py.
+        limit: use only the first `limit` documents and items.
+        device: None uses a GPU if there is one. A loaded model stays on its device.
         dtype: of the weights; None: as saved.
-        autocast: runs the forward under autocast with this dtype ("bfloat16": how models here are trained).
-        output: a file, or a folder for evaluation.json; None: the run's folder; nothing is written for other models.
+        autocast: run the forward under autocast with this dtype ("bfloat16": how models are trained here).
+        output: a file, or a folder for evaluation.json; None: the run folder, or no file for other models.
         seed: of the harness's samplers; zero-shot scores do not depend on it.
-        cache: an empty dict that is passed to several calls keeps tokenised text between models.
+        cache: a dict that is shared between calls, so that text is tokenised once for models with the same tokenizer.
     """
     if engine not in ("harness", "direct"):
         raise ValueError(f'engine must be "harness" or "direct", got {engine!r}')
@@ -81,10 +82,16 @@ def evaluate(
     cache = {} if cache is None else cache
     texts = _named_texts(perplexity)
     chosen = _chosen_tasks(tasks, task_data, engine, bool(texts))
-    casting = _dtype("autocast", autocast)
-    folder, run = locate(path_or_model)
+    casting = parse_dtype("autocast", autocast)
+    from_disk = isinstance(path_or_model, str | Path)
+    folder, run = find_model(path_or_model) if from_disk else (None, None)
     documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
-    model, tokenizer = load(folder or path_or_model, tokenizer, device=device, dtype=dtype)
+    if folder is None:
+        model = check_loaded_model(path_or_model, dtype)
+    else:
+        model, tokenizer = load(folder, tokenizer, device=device, dtype=dtype)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer must be given: {folder or 'a loaded model'} has none")
     identity = fingerprint_model(model) if folder is None else fingerprint_folder(folder)
 
     numerics = {
@@ -125,7 +132,7 @@ def evaluate(
 
 
 def format_evaluation(path: Any, found: dict[str, Any]) -> str:
-    """What evaluation.json holds, as lines to print."""
+    """The content of evaluation.json as lines for a terminal."""
     lines = [str(path)]
     if found["perplexity"]:
         lines.append(f"  {'perplexity':16} {'token':>10} {'word':>10} {'byte':>10} {'bits/byte':>10} {'documents':>10}")
@@ -144,45 +151,19 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def locate(path_or_model: Any) -> tuple[Path | None, RunFolder | None]:
-    """(folder of the checkpoint, run that it belongs to); a loaded model has neither."""
-    if not isinstance(path_or_model, str | Path):
-        return None, None
-    path = Path(path_or_model)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder; give a run, a folder of save_pretrained, or a loaded model")
-    run = None if (path / "config.json").is_file() else RunFolder(path)
-    folder = path if run is None else run.model
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{path} holds no finished model: neither config.json nor model/config.json is there")
-    return folder, run
-
-
-def load(
-    folder_or_model: Any, tokenizer: Any, *, device: torch.device | str | None, dtype: torch.dtype | str | None
-) -> tuple[Any, Any]:
-    """(model, tokenizer). A folder's own code is never run and its pickles are never read (hf/loading.py)."""
-    wanted = _dtype("dtype", dtype)
-    if not isinstance(folder_or_model, Path):
-        if tokenizer is None:
-            raise ValueError("tokenizer must be given with a loaded model, got None")
-        if wanted not in (None, folder_or_model.dtype):
-            raise ValueError(
-                f"dtype must be left out for a loaded model, whose weights are {folder_or_model.dtype}, got {wanted}; "
-                "load it in that dtype, or pass autocast"
-            )
-        return folder_or_model, tokenizer
-    place = choose_device(device)
-    model = load_model(folder_or_model, dtype=wanted or "auto").to(place)
-    if tokenizer is None:
-        tokenizer = load_tokenizer_of(folder_or_model)
-        if tokenizer is None:
-            raise ValueError(f"tokenizer must be given: {folder_or_model} holds none")
-    return model, tokenizer
+def check_loaded_model(model: Any, dtype: torch.dtype | str | None) -> Any:
+    """The model itself; raises if another dtype than its own is requested."""
+    wanted = parse_dtype("dtype", dtype)
+    if wanted not in (None, model.dtype):
+        raise ValueError(
+            f"dtype must be left out for a loaded model, whose weights are {model.dtype}, got {wanted}; load it in "
+            "that dtype, or pass autocast"
+        )
+    return model
 
 
 def default_length(model: Any, run: RunFolder | None) -> int:
-    """The length that the model was trained with, as far as is known, or 1024; never more than it can read."""
+    """The training length of the model if it is known, else 1024; at most the model's maximum length."""
     length: Any = None
     if run is not None and run.exists:
         length = run.recipe().sequence_length
@@ -192,7 +173,7 @@ def default_length(model: Any, run: RunFolder | None) -> int:
 
 
 def task_entry(task: TaskFile | str, found: dict[str, Any]) -> dict[str, Any]:
-    """A task as evaluation.json has it: the metric that tables report, and all of them."""
+    """The entry of a task in evaluation.json: the metric that tables report, and all metrics."""
     metrics = found["metrics"]
     if isinstance(task, TaskFile):
         metric = task.metric
@@ -204,7 +185,7 @@ def task_entry(task: TaskFile | str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[str, Any]:
-    """New results over those that the file has, unless it was made of other weights."""
+    """The new results merged into those of the file; a file of other weights is replaced, with a warning."""
     if target is None or not target.is_file():
         return results
     old = read_table(target)
@@ -213,7 +194,7 @@ def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[s
         if not isinstance(found, dict):
             raise ValueError(f"{target}: {part} must be an object, got {kind(found)}; was it edited? Move it away")
     if parts["made"].get("model") != identity:
-        warnings.warn(f"{target} was made of other weights: its results are replaced", stacklevel=3)
+        warnings.warn(f"{target} holds results of other weights, which are replaced", stacklevel=3)
         return results
     return {part: parts[part] | results[part] for part in ("perplexity", "tasks")}
 
@@ -256,7 +237,7 @@ def _named_texts(perplexity: Mapping[str, Any] | Sequence[str | Path]) -> dict[s
     for file in perplexity:
         name = Path(file).name.split(".")[0]
         if name in named:
-            raise ValueError(f"two files of perplexity are called {name!r}; name them: {{'a': ..., 'b': ...}}")
+            raise ValueError(f"two files of perplexity are called {name!r}; give them names: {{'a': ..., 'b': ...}}")
         named[name] = file
     return named
 
@@ -264,15 +245,15 @@ def _named_texts(perplexity: Mapping[str, Any] | Sequence[str | Path]) -> dict[s
 def _read(
     name: str, source: Any, run: RunFolder | None, limit: int | None, cache: dict[Any, Any]
 ) -> tuple[str, list[str]]:
-    """(where a held-out set comes from, its documents)."""
+    """(description of the source, documents) of a held-out set."""
     from ..data import heldout_documents, read_documents
 
     if source is None:
         if run is None or not run.exists:
-            raise ValueError(f"perplexity[{name!r}] must name a file: None is what a run held out, and this is no run")
+            raise ValueError(f"perplexity[{name!r}] must name a file: None means held-out text, which only a run has")
         found = heldout_documents(run.recipe())
         if found is None:
-            raise ValueError(f"perplexity[{name!r}] must name a file: the run held nothing out (heldout = 0)")
+            raise ValueError(f"perplexity[{name!r}] must name a file: the run has no held-out text (heldout = 0)")
         words, texts = found
     else:
         words = str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
@@ -280,11 +261,3 @@ def _read(
     if ("text", words) not in cache:
         cache["text", words] = split_articles(list(texts))
     return words, cache["text", words][:limit]
-
-
-def _dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    if value not in DTYPES:
-        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {value!r}")
-    return DTYPES[value]

@@ -1,4 +1,4 @@
-"""Turns a model into task scores with lm-evaluation-harness (0.4.10 or newer), from files or from the hub."""
+"""Scores a model on tasks with lm-evaluation-harness (0.4.10 or newer), with data from files or from the hub."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from ...messages import did_you_mean
 from .scoring import divides_by_keys, evaluating
-from .tasks import LOCAL, TASKS, TaskFile, check_items, harness_folder, nearest, write_definition
+from .tasks import LOCAL, TASKS, TaskFile, check_items, harness_folder, write_definition
 
 BATCH_SIZE = {"cpu": 16, "cuda": 64}
-BOOTSTRAPS = 1000  # for the errors of metrics that are no means (perplexity); the harness's 100,000 take minutes
+BOOTSTRAPS = 1000  # for standard errors of metrics that are not means; the default of 100,000 takes minutes
 
 
 def run_harness(
@@ -30,18 +31,18 @@ def run_harness(
     """{task: {"n", "metrics": {name: {"value", "stderr"}}, "version"}}.
 
     Args:
-        model: a causal model of transformers.
+        model: a transformers causal LM.
         tokenizer: its tokenizer.
-        tasks: files of `find_tasks`, or names of the harness's tasks, whose data it fetches itself.
-        batch_size: of the harness: a number or "auto".
-        limit: only so many items of each task, from the first.
+        tasks: task files of `find_tasks`, or names of the harness's tasks, whose data it downloads.
+        batch_size: of the harness, a number or "auto".
+        limit: use only the first `limit` items of each task.
         autocast: dtype of the forward.
         seed: of the harness's samplers; zero-shot scores do not depend on it.
     """
     harness_folder()
     for task in tasks:
         if isinstance(task, TaskFile) and task.form != "records":
-            check_items(task)  # the harness would score a gold answer that is no choice
+            check_items(task)  # the harness would score an item whose gold index is out of range
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -49,17 +50,17 @@ def run_harness(
     if divides_by_keys(model):
         raise ValueError(
             'lm-evaluation-harness pads batches and passes no mask; with bias_length="keys" padding changes scores, so '
-            'they would depend on the batch; use engine="direct", which batches equal lengths'
+            'they would depend on the batch; use engine="direct", which batches sequences of equal length'
         )
     names = [task for task in tasks if isinstance(task, str)]
-    strangers = [task for task in names if foreign(task)]
+    harness_only = [task for task in names if is_harness_only(task)]
     with tempfile.TemporaryDirectory(prefix="affine_tasks_") as folder, evaluating(model):
-        asked = [write_definition(task, Path(folder)) for task in tasks if not foreign(task)] + strangers
-        # Reading all of its thousands of definitions takes the harness ten seconds.
-        manager = TaskManager(include_path=folder, include_defaults=bool(strangers))
+        asked = [write_definition(task, Path(folder)) for task in tasks if not is_harness_only(task)] + harness_only
+        # Loading the thousands of default task definitions takes ten seconds.
+        manager = TaskManager(include_path=folder, include_defaults=bool(harness_only))
         lm = HFLM(
             pretrained=model,
-            tokenizer=copy.deepcopy(tokenizer),  # it gets a padding token
+            tokenizer=copy.deepcopy(tokenizer),  # the harness adds a padding token
             batch_size=batch_size or BATCH_SIZE["cpu" if model.device.type == "cpu" else "cuda"],
             softmax_dtype="float32",
             mixed_precision_dtype=None if autocast is None else str(autocast).removeprefix("torch."),
@@ -73,29 +74,29 @@ def run_harness(
         except Exception as error:
             if names and is_offline(error):
                 raise OSError(
-                    f"the data of {', '.join(names)} is fetched from the hub, which cannot be reached; pass "
-                    "task_data=DIR with their files, named as piqa.jsonl or arc_easy_test.jsonl"
+                    f"the data of {', '.join(names)} is downloaded from the hub, which cannot be reached; pass "
+                    "task_data=DIR with their files, named like piqa.jsonl or arc_easy_test.jsonl"
                 ) from error
             raise
     return {name.removesuffix(LOCAL): read_result(found, name) for name in asked}
 
 
-def foreign(task: TaskFile | str) -> bool:
-    """True for a task that only the harness knows."""
+def is_harness_only(task: TaskFile | str) -> bool:
+    """True for a task that this package does not define."""
     return isinstance(task, str) and task not in TASKS
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuses a task that nobody knows."""
-    strangers = [name for name in names if foreign(name)]
-    if strangers:
+    """Raises ValueError for a task that does not exist."""
+    harness_only = [name for name in names if is_harness_only(name)]
+    if harness_only:
         harness_folder()
         from lm_eval.tasks import TaskManager
 
         known = TaskManager().all_tasks
-        for name in strangers:
+        for name in harness_only:
             if name not in known:
-                raise ValueError(f"task {name!r} is none of lm-evaluation-harness{nearest(name, known)}")
+                raise ValueError(f"task {name!r} is not a task of lm-evaluation-harness{did_you_mean(name, known)}")
 
 
 def read_result(found: Any, name: str) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def read_result(found: Any, name: str) -> dict[str, Any]:
 
 
 def is_offline(error: BaseException | None) -> bool:
-    """True when something on the way to the hub was missing, however deep the libraries have wrapped it."""
+    """True if the error, or one that it wraps, is a failed connection to the hub."""
     words = (
         "offline",
         "connection",
@@ -132,7 +133,7 @@ def is_offline(error: BaseException | None) -> bool:
 
 
 def default_metric(metrics: dict[str, Any]) -> str:
-    """What tables report of a task that only the harness knows."""
+    """The metric that tables report for a task that this package does not define."""
     for name in ("acc_norm", "acc", "exact_match", "f1"):
         if name in metrics:
             return name

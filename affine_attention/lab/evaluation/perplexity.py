@@ -1,8 +1,8 @@
-"""Turns held-out documents into perplexity per token, word and byte, by the protocol of lm-evaluation-harness.
+"""Measures perplexity per token, word and byte on held-out documents, with the protocol of lm-evaluation-harness.
 
-The first token of a document is predicted from BOS (or EOS), the others in windows of `length` tokens; with
-`stride < length` a window overlaps the one before it and scores only its last `stride` tokens. The sums are those of
-the harness's `loglikelihood_rolling` (stride = length, max_length = length), up to the rounding of its float32 sums.
+The first token of a document is predicted from BOS (or EOS), the others in windows of `length` tokens. With
+`stride < length` a window overlaps the previous one and scores only its last `stride` tokens. With stride = length the
+sums equal those of the harness's `loglikelihood_rolling` (max_length = length) up to the rounding of its float32 sums.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def perplexity(
     autocast: torch.dtype | None = None,
     cache: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Perplexities of a model on documents, their counts, and the protocol.
+    """Perplexities of a model on documents, the token, word and byte counts, and the protocol.
 
     Args:
-        model: a causal model of transformers.
+        model: a transformers causal LM.
         tokenizer: its tokenizer.
-        documents: texts; each one starts anew.
-        length: tokens that the model sees at once.
-        stride: tokens that each window after the first scores; None: all of them, windows do not overlap.
-        batch_size: at most so many windows in a forward; changes nothing but the last digits.
+        documents: texts, scored independently of each other.
+        length: tokens per window.
+        stride: scored tokens of each window after the first; None: `length`, so that windows do not overlap.
+        batch_size: maximum number of windows per forward; changes only the last digits.
         autocast: dtype of the forward.
-        cache: a dict that keeps tokens between models with the same tokenizer.
+        cache: a dict that keeps tokens for further models with the same tokenizer.
     """
     stride = length if stride is None else stride
     if length < 1 or not 1 <= stride <= length:
-        raise ValueError(f"length and stride must fulfil 1 <= stride <= length, got {stride} and {length}")
+        raise ValueError(f"1 <= stride <= length must hold, got stride={stride} and length={length}")
     fingerprint = fingerprint_documents(documents)
     cache = {} if cache is None else cache
     key = ("documents", fingerprint_tokenizer(tokenizer), fingerprint)
@@ -64,10 +64,10 @@ def perplexity(
     parts: list[list[float]] = [[] for _ in kept]
     for owner, result in zip(owners, score(model, requests, batch_size=batch_size, autocast=autocast), strict=True):
         parts[owner].append(-result.logprob)
-    # fsum rounds once: neither the order of the documents nor that of their windows can be seen in the sums.
+    # fsum rounds once, so the sums do not depend on the order of documents or windows.
     nlls = [math.fsum(part) for part in parts]
     counts = [len(tokens) for _, tokens in kept]
-    # Counted as the harness counts: a space at either end of a document makes one word more.
+    # Counted like the harness: white space at either end of a document adds one word.
     words = sum(len(re.split(r"\s+", text)) for text, _ in kept)
     num_bytes = sum(len(text.encode()) for text, _ in kept)
     nll = math.fsum(nlls)
@@ -110,7 +110,7 @@ def rolling_windows(tokens: Sequence[int], prefix: int, length: int, stride: int
 
 
 def split_articles(documents: list[str]) -> list[str]:
-    """WikiText without its blank lines reads as one document: its articles, which begin with a line ` = Title = `."""
+    """Splits WikiText without blank lines, which is read as one document, at its title lines ` = Title = `."""
     if len(documents) != 1 or not re.match(ARTICLE, documents[0]):
         return documents
     starts = [found.start() for found in re.finditer(ARTICLE, documents[0])]
@@ -119,7 +119,7 @@ def split_articles(documents: list[str]) -> list[str]:
 
 
 def ratio_stderr(nlls: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Standard error of the sum of nlls over the sum of counts, over documents (linearised); None for a single one."""
+    """Standard error over documents of sum(nlls) / sum(counts), linearised; None for a single document."""
     n = len(nlls)
     if n < 2:
         return None
@@ -129,7 +129,7 @@ def ratio_stderr(nlls: Sequence[float], counts: Sequence[int]) -> float | None:
 
 
 def fingerprint_documents(documents: Sequence[str]) -> str:
-    """Equal for equal documents in equal order."""
+    """A hash of the documents in their order."""
     digest = hashlib.sha256()
     for text in documents:
         raw = text.encode("utf-8", "surrogatepass")

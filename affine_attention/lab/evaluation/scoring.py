@@ -1,10 +1,9 @@
-"""Turns text and token sequences into log-likelihoods: what perplexity and the direct engine of the tasks are made of.
+"""Computes log-likelihoods of token sequences, for perplexity and for the direct engine of the tasks.
 
 A request is a sequence of tokens of which the last few are scored. Requests are sorted by length and content, so that
-their order changes nothing, not even a rounding; those that share an input share its forward. Rows are padded on the
-right and no mask is passed: nothing after a position can change it (the prefix property of every causal model, and of
-every mechanism but bias_length="keys", whose rows are batched by equal length instead). Another batch size changes
-only how the kernels round.
+their order does not even change the rounding; requests with the same input share a forward. Rows are padded on the
+right without a mask: in a causal model no later token changes an earlier position. This holds for every mechanism but
+bias_length="keys", whose rows are batched by equal length instead. The batch size only changes how kernels round.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUCKET = 16  # rows are padded to a multiple of it: few shapes, so that kernels are compiled once
+BUCKET = 16  # rows are padded to a multiple of this, so that kernels are compiled for few shapes
 TOKENS_PER_FORWARD = {"cpu": 2**12, "cuda": 2**15}
 LOGITS_PER_FORWARD = {"cpu": 2**27, "cuda": 2**30}  # scored positions x vocabulary, in the dtype of the model
-LOGITS_PER_CHUNK = {"cpu": 2**24, "cuda": 2**28}  # of these, how many are held in float32 at once
+LOGITS_PER_CHUNK = {"cpu": 2**24, "cuda": 2**28}  # how many of these are converted to float32 at a time
 
 
 class Request(NamedTuple):
@@ -31,7 +30,7 @@ class Request(NamedTuple):
 
 class Score(NamedTuple):
     logprob: float  # natural logarithm, summed over the scored tokens in fp64
-    greedy: bool  # every scored token was the likeliest
+    greedy: bool  # True if every scored token was the most likely one
 
 
 class Batch(NamedTuple):
@@ -51,10 +50,10 @@ def score(
     """The log-likelihood of the scored tokens of each request.
 
     Args:
-        model: a causal model of transformers, on its device.
-        requests: see `Request`; at least one token is scored and one comes before it.
-        batch_size: at most so many rows in a forward; None: as many as make a good one.
-        autocast: run the forward under torch.autocast with this dtype; log-probabilities are float32 always.
+        model: a transformers causal LM, on its device.
+        requests: see `Request`; at least one token is scored, and at least one precedes it.
+        batch_size: maximum number of rows per forward; None chooses by device.
+        autocast: run the forward under torch.autocast with this dtype; log-probabilities are always float32.
     """
     device = next(model.parameters()).device
     logprobs, hits, order, counts = [], [], [], []
@@ -87,7 +86,7 @@ def score(
 
 
 def plan(requests: Sequence[Request], model: Any, device: str, batch_size: int | None) -> Iterator[Batch]:
-    """Batches of distinct inputs, longest first: memory runs out at once or never."""
+    """Batches of distinct inputs, longest first, so that running out of memory happens at the start or not at all."""
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (tokens, scored) in enumerate(requests):
         if not 1 <= scored < len(tokens):
@@ -122,7 +121,7 @@ def plan(requests: Sequence[Request], model: Any, device: str, batch_size: int |
 
 
 def selected_logits(model: Any, ids_BT: Tensor, positions_N: Tensor) -> Tensor:
-    """Logits [N, V] at flat positions of [B, T]: the others never reach the vocabulary, the largest product of all."""
+    """Logits [N, V] at flat positions of [B, T]; the LM head, the largest product, runs for these positions only."""
     head = model.get_output_embeddings()
     chosen = False
 
@@ -134,7 +133,7 @@ def selected_logits(model: Any, ids_BT: Tensor, positions_N: Tensor) -> Tensor:
         chosen = True
         return (hidden_BTM.flatten(0, 1)[positions_N].unsqueeze(0), *args[1:])
 
-    # Through the model's own forward, so that whatever a family does to its logits afterwards is done.
+    # Through the model's own forward, so that a family's logit scaling or soft cap is applied.
     hook = None if head is None else head.register_forward_pre_hook(choose)
     try:
         logits = model(input_ids=ids_BT, use_cache=False).logits
@@ -145,7 +144,7 @@ def selected_logits(model: Any, ids_BT: Tensor, positions_N: Tensor) -> Tensor:
 
 
 def _pick(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and whether it is the likeliest token; float32, a few rows at a time."""
+    """Log-probability of each target and whether it is the most likely token; float32, a few rows at a time."""
     kind = "cpu" if logits_NV.device.type == "cpu" else "cuda"
     rows = max(1, LOGITS_PER_CHUNK[kind] // logits_NV.shape[1])
     picked, likeliest = [], []
@@ -161,19 +160,19 @@ def _move(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def mechanism_of(model: Any) -> dict[str, Any] | None:
-    """The settings of the mechanism that a model carries; None for a plain model."""
+    """The mechanism settings of a model; None for a model without a mechanism."""
     settings = getattr(model.config, "affine_attention", None)
     return settings["mechanism"] if isinstance(settings, dict) else None
 
 
 def divides_by_keys(model: Any) -> bool:
-    """True where padding would change earlier outputs: beta = (running_alpha - alpha) / keys of the call."""
+    """True if padding changes earlier outputs, because beta = (running_alpha - alpha) / number of keys."""
     mechanism = mechanism_of(model)
     return mechanism is not None and mechanism["bias"] and mechanism["bias_length"] == "keys"
 
 
 def max_length(model: Any) -> int:
-    """How many tokens a model can read at once, by its configuration; lm-evaluation-harness asks the same names."""
+    """The maximum sequence length of a model, from the same configuration keys as lm-evaluation-harness."""
     config = model.config.get_text_config()
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         if getattr(config, name, None) is not None:
@@ -183,7 +182,7 @@ def max_length(model: Any) -> int:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode, and afterwards every module as it was."""
+    """Sets evaluation mode and restores the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -194,18 +193,18 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def prefix_token(tokenizer: Any) -> int:
-    """What stands before the first token of a text: BOS, or EOS where there is none, as in lm-evaluation-harness."""
+    """The token from which the first token of a text is predicted: BOS, or else EOS, as in lm-evaluation-harness."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
     raise ValueError(
-        "tokenizer must have a bos_token or an eos_token, from which the first token of a text is predicted, got "
-        f"neither in {type(tokenizer).__name__}; set one, e.g. tokenizer.eos_token"
+        "tokenizer must have a bos_token or an eos_token, from which the first token of a text is predicted, but "
+        f"{type(tokenizer).__name__} has neither; set one, e.g. tokenizer.eos_token"
     )
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each text, with the special tokens that the tokenizer adds, unless the text brings its own BOS."""
+    """The tokens of each text, with the special tokens of the tokenizer unless the text already starts with BOS."""
     prefix = tokenizer.decode([prefix_token(tokenizer)])
     encoded: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
@@ -219,10 +218,10 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], longest: int) -> list[Request]:
-    """Contexts and continuations as requests, cut as lm-evaluation-harness cuts them.
+    """Contexts and continuations as requests, split and truncated like lm-evaluation-harness.
 
-    Spaces at the end of a context go to the continuation; both are tokenised together, and what follows the tokens of
-    the context alone is the continuation. What is too long loses its beginning.
+    Trailing spaces of a context move to the continuation. Both are tokenised together; the tokens after those of the
+    context are the continuation. Requests that are too long are truncated from the left.
     """
     split = [(context.rstrip(), context[len(context.rstrip()) :] + rest) for context, rest in pairs]
     texts = list(dict.fromkeys(part for context, rest in split for part in (context, context + rest) if context))
@@ -247,7 +246,7 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], longest: int)
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal tokens: tokenised text is kept under this name."""
+    """Equal for tokenizers that produce the same tokens; the key of cached tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr((tokenizer.name_or_path, sorted(tokenizer.get_vocab())))
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id)

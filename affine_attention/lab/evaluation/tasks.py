@@ -1,31 +1,31 @@
-"""Turns a folder of task data into tasks of lm-evaluation-harness that need no network.
+"""Turns a folder of task data into lm-evaluation-harness tasks that need no network.
 
-A file is named by its task and, where it has one, its split: `piqa.jsonl`, `arc_easy_test.jsonl`. It holds either the
-original records of the data set (json lines, parquet or arrow: the harness's own definition is used) or ready-made
-contexts, one json object a line, in one of three forms:
+A file is named after its task and, optionally, its split: `piqa.jsonl`, `arc_easy_test.jsonl`. It holds either the
+original records of the data set (json lines, parquet or arrow; the harness's own task definition is used) or ready-made
+contexts, one json object per line, in one of three forms:
 
     {"ctx": "Question: ..\\nAnswer:", "choices": ["yes", "no"], "gold": 0}          one context, several continuations
     {"ctxs": ["Ann met Bo, so Ann", ".. so Bo"], "continuation": "left.", "gold": 1}  several contexts, one continuation
     {"ctx": "She opened the", "target": " door"}                                    the last word, as in LAMBADA
 
-A space stands between a context and its continuation; a target brings its own.
+A space is inserted between a context and its continuation, but not before a target.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...files import kind, open_regular, parse_json
+from ...messages import did_you_mean
 
 LONGEST_LINE = 16 * 2**20  # bytes of one item
 
 
 class Task(NamedTuple):
-    """A task of the harness: what tables report of it, on which split, where it is defined, from which fields."""
+    """A task of the harness: the metric that tables report, the split, the definition file and the fields it needs."""
 
     metric: str
     split: str
@@ -33,8 +33,8 @@ class Task(NamedTuple):
     fields: tuple[str, ...]
 
 
-# The paper names no metric. Reported is acc_norm (by the length of an answer) where the harness computes it, else acc;
-# every metric is kept beside it.
+# The paper does not name its metrics. Tables report acc_norm (normalised by answer length) if the harness computes it,
+# else acc; all metrics are stored.
 TASKS: dict[str, Task] = {
     "winogrande": Task(
         "acc", "validation", "winogrande/default.yaml", ("sentence", "option1", "option2", "answer")
@@ -50,11 +50,11 @@ TASKS: dict[str, Task] = {
     "openbookqa": Task("acc_norm", "test", "openbookqa/openbookqa.yaml", ("question_stem", "choices", "answerKey")),
 }  # fmt: skip
 DEFAULT_TASKS = ("winogrande", "piqa", "hellaswag", "arc_challenge", "arc_easy", "boolq", "lambada_openai")
-LOCAL = "_local"  # what the harness calls a task that is read from a file: piqa_local
+LOCAL = "_local"  # suffix of the harness's name for a task that is read from a file: piqa_local
 
 SPLITS = {"": "", "test": "test", "val": "validation", "valid": "validation", "validation": "validation",
           "dev": "validation", "train": "train"}  # fmt: skip
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}  # ending -> reader in datasets
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}  # loaders of `datasets`
 FORMS = {
     "choices": ("ctx", "choices", "gold"),
     "contexts": ("ctxs", "continuation", "gold"),
@@ -63,7 +63,7 @@ FORMS = {
 
 
 class TaskFile(NamedTuple):
-    """A file of task data. `form` is one of FORMS, or "records" for the original fields."""
+    """A file of task data. `form` is one of FORMS, or "records" for the original records."""
 
     task: str
     split: str
@@ -72,7 +72,7 @@ class TaskFile(NamedTuple):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What the harness computes for ready-made contexts of this task."""
+        """The metrics that the harness computes for ready-made contexts of this task."""
         if self.form == "target":
             return ("perplexity", "acc")
         if self.form == "contexts" or (self.task in TASKS and TASKS[self.task].metric == "acc"):
@@ -81,7 +81,7 @@ class TaskFile(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The one that tables report."""
+        """The metric that tables report."""
         return TASKS[self.task].metric if self.task in TASKS else self.metrics[-1]
 
     def sha256(self) -> str:
@@ -90,7 +90,7 @@ class TaskFile(NamedTuple):
 
 
 def find_tasks(task_data: Path | str) -> dict[str, TaskFile]:
-    """The tasks that a folder has data for. Of several files for one task the harness's split is taken."""
+    """The tasks that a folder has data for. If a task has several files, the split that the harness uses is chosen."""
     folder = Path(task_data)
     if not folder.is_dir():
         raise FileNotFoundError(f"task_data must be a folder of task files, got {folder}")
@@ -110,8 +110,8 @@ def find_tasks(task_data: Path | str) -> dict[str, TaskFile]:
             found[task] = TaskFile(task, split, path.resolve(), form)
     if not found:
         raise ValueError(
-            f"task_data={str(folder)!r} holds no task: a file is named by its task, as piqa.jsonl or "
-            f"arc_easy_test.jsonl, for {', '.join(TASKS)}, or has any name and ready-made contexts (ctx, choices, gold)"
+            f"task_data={str(folder)!r} holds no task; name a file after its task, like piqa.jsonl or "
+            f"arc_easy_test.jsonl ({', '.join(TASKS)}), or give ready-made contexts (ctx, choices, gold) any name"
         )
     return found
 
@@ -126,7 +126,7 @@ def split_name(stem: str) -> tuple[str, str]:
 
 
 def form_of(path: Path, task: str) -> str | None:
-    """Which form a file has, by the fields of its first record; None for a file that is no task at all."""
+    """The form of a file, from the fields of its first record; None for a file that is not a task."""
     fields = first_fields(path)
     for form, needed in FORMS.items():
         if path.suffix in (".jsonl", ".json") and fields.issuperset(needed):
@@ -137,7 +137,7 @@ def form_of(path: Path, task: str) -> str | None:
     if missing:
         raise ValueError(
             f"{path} must hold original records of {task} (fields {', '.join(TASKS[task].fields)}) or ready-made "
-            f"contexts (ctx, choices, gold); its first record lacks {', '.join(missing)}: it has "
+            f"contexts (ctx, choices, gold); its first record lacks {', '.join(missing)} and has "
             f"{', '.join(sorted(fields)) or 'nothing'}"
         )
     return "records"
@@ -161,11 +161,11 @@ def first_fields(path: Path) -> set[str]:
                 return set(pyarrow.ipc.open_file(source).schema.names)
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not a whole {path.suffix} file ({reason}); was it cut off?") from error
+        raise ValueError(f"{path} is not a complete {path.suffix} file ({reason}); is it truncated?") from error
 
 
 def read_items(file: TaskFile) -> Iterator[dict[str, Any]]:
-    """The ready-made items of a file, each checked: an error names the line."""
+    """The ready-made items of a file, validated; errors name the line."""
     for where, item in _objects(file.path):
         missing = [name for name in FORMS[file.form] if name not in item]
         if missing:
@@ -173,9 +173,9 @@ def read_items(file: TaskFile) -> Iterator[dict[str, Any]]:
         for name in FORMS[file.form]:
             if name in ("choices", "ctxs"):
                 if not isinstance(item[name], list) or not item[name] or not all(map(_is_text, item[name])):
-                    raise ValueError(f"{where}: {name} must be a list of texts that are not empty")
+                    raise ValueError(f"{where}: {name} must be a list of non-empty strings")
             elif name != "gold" and not isinstance(item[name], str):
-                raise ValueError(f"{where}: {name} must be text, got {kind(item[name])}")
+                raise ValueError(f"{where}: {name} must be a string, got {kind(item[name])}")
         if file.form != "target":
             several = item["choices" if file.form == "choices" else "ctxs"]
             if type(item["gold"]) is not int or not 0 <= item["gold"] < len(several):
@@ -184,13 +184,13 @@ def read_items(file: TaskFile) -> Iterator[dict[str, Any]]:
 
 
 def check_items(file: TaskFile) -> None:
-    """Refuses a file with an item that cannot be scored, whichever engine scores it."""
+    """Raises ValueError if the file is empty or has an item that cannot be scored."""
     if not sum(1 for _ in read_items(file)):
         raise ValueError(f"{file.path} must hold at least one item, got none")
 
 
 def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of each line that is not empty."""
+    """(file and line, object) of each non-empty line."""
     with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
             where = f"{path}, line {number}"
@@ -201,9 +201,9 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 item = parse_json(line, "it")
             except ValueError as error:
-                raise ValueError(f"{where}: not a json object ({error}); write one json object a line") from error
+                raise ValueError(f"{where}: not a json object ({error}); write one json object per line") from error
             if not isinstance(item, dict):
-                raise ValueError(f"{where}: not a json object but {kind(item)}; write one json object a line")
+                raise ValueError(f"{where}: not a json object but {kind(item)}; write one json object per line")
             yield where, item
 
 
@@ -212,7 +212,7 @@ def _is_text(value: Any) -> bool:
 
 
 def choose_tasks(names: Iterable[str] | None, found: dict[str, TaskFile]) -> list[TaskFile]:
-    """The files of the tasks that are asked for; None: those of DEFAULT_TASKS that are there."""
+    """The files of the requested tasks; None: all of DEFAULT_TASKS that the folder has."""
     if names is None:
         chosen = [found[name] for name in DEFAULT_TASKS if name in found]
         if not chosen:
@@ -221,25 +221,20 @@ def choose_tasks(names: Iterable[str] | None, found: dict[str, TaskFile]) -> lis
     chosen = []
     for name in names:
         if name not in found:
-            hint = "" if name in TASKS else nearest(name, [*found, *TASKS])
+            hint = "" if name in TASKS else did_you_mean(name, [*found, *TASKS])
             raise ValueError(f"task_data has no file for the task {name!r}{hint}; it has {', '.join(found)}")
         chosen.append(found[name])
     return chosen
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(str(name), list(dict.fromkeys(known)), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def write_tasks(task_data: Path | str, directory: Path | str, tasks: Iterable[str] | None = None) -> list[str]:
-    """Writes a definition for each task of a folder, for the harness's own command line; returns their names.
+    """Writes a task definition for each task of a folder, for the harness's command line; returns the task names.
 
     >>> write_tasks("evals", "definitions")  # doctest: +SKIP
     ['arc_challenge_local', 'arc_easy_local', ..]
 
     Then `lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks piqa_local --include_path
-    definitions`. Definitions name the data by absolute path.
+    definitions`. Definitions hold the absolute path of the data.
     """
     found = find_tasks(task_data)
     chosen = list(found.values()) if tasks is None else choose_tasks(tasks, found)
@@ -247,7 +242,7 @@ def write_tasks(task_data: Path | str, directory: Path | str, tasks: Iterable[st
 
 
 def write_definition(task: TaskFile | str, directory: Path) -> str:
-    """Writes the harness's definition of a task, read from its file or, by name alone, as the harness has it."""
+    """Writes a harness definition that reads the task from its file, or for a name the harness's own definition."""
     import yaml
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -278,7 +273,7 @@ def definition(file: TaskFile) -> dict[str, Any]:
         return {"include": str(harness_folder() / "tasks" / TASKS[file.task].definition), **settings, "tag": None}
     text, choices, target = {
         "choices": ("ctx", "choices", "gold"),
-        # Where doc_to_text gives a number, the harness takes the choices for contexts.
+        # If doc_to_text is an index, the harness uses the choices as contexts.
         "contexts": ("gold", "ctxs", "continuation"),
         "target": ("ctx", None, "target"),
     }[file.form]
@@ -305,7 +300,7 @@ def harness_folder() -> Path:
         import lm_eval
     except ImportError as error:
         raise ImportError(
-            'tasks run in lm-evaluation-harness 0.4.10 or newer: pip install "affine-attention[eval]"; ready-made '
-            'contexts run without it, with engine="direct"'
+            'tasks need lm-evaluation-harness 0.4.10 or newer: pip install "affine-attention[eval]"; ready-made '
+            'contexts do not need it with engine="direct"'
         ) from error
     return Path(lm_eval.__file__).parent

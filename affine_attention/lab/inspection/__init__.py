@@ -1,6 +1,6 @@
-"""Looks inside a model while it reads: what each attention layer gets, and the numbers behind the paper's figures."""
+"""Records the inputs of every attention layer and computes the statistics behind the paper's figures."""
 
-from .gradients import format_statistics, gradient_statistics
+from ..gradient_norms import format_statistics, gradient_statistics
 from .inspect import format_inspection, inspect
 
 __all__ = ["format_inspection", "format_statistics", "gradient_statistics", "inspect"]

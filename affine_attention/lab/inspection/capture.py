@@ -1,12 +1,12 @@
-"""Turns a model's own forward into what its attention layers computed with: one `AttentionCall` for each layer.
+"""Records the inputs of every attention layer during a model's forward: one `AttentionCall` per layer.
 
     def observer(call): print(call.layer, call.query.shape, call.alpha)
 
     with watch(model, observer), torch.no_grad():
         model(input_ids)
 
-The model runs the attention that it was trained with; the observer looks at the arguments of the operator and changes
-nothing. A layer that nobody watches pays for one `is None`, and nothing at all in a compiled graph.
+The model runs its usual attention implementation; the observer only reads the arguments of the operator. Without an
+observer, a layer does one `is None` check, and a compiled graph does nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from . import metrics
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What the operator received from one layer; None where the mechanism, or the call, has no such part.
+    """The arguments of the operator in one layer; None if the mechanism or the call has no such argument.
 
-    `token_mask` [B, T] says which queries are tokens: padding is computed by a model and counted by nobody.
+    `token_mask` [B, T] is True for queries that are real tokens, not padding.
     """
 
     layer: int  # from 0, in the order of the model's modules
-    query: Tensor  # [B, H, T, D], after rotary positions
+    query: Tensor  # [B, H, T, D], after rotary embedding
     key: Tensor  # [B, G, S, D]
     value: Tensor  # [B, G, S, D]
     softmax_scale: float
@@ -62,26 +62,26 @@ Observer = Callable[[AttentionCall], None]
 
 @contextmanager
 def watch(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Calls `observer(call)` before each attention of the model's forwards inside the block, in the order they run.
+    """Calls `observer(call)` before each attention call of the model inside the block, in execution order.
 
-    The observer runs without gradients and outside of autocast, so that its own sums are what it asks for. It may keep
-    tensors of a call, at the price of their memory; it must not write into them.
+    The observer runs without gradients and outside of autocast, so that its own computations have the dtypes it uses.
+    It may keep tensors of a call (which keeps their memory allocated), but must not modify them.
 
-    Compiled models run uncompiled inside the block (`torch.compiler.set_stance`), and their graphs are used again
-    after it. Activation checkpointing does not matter to a forward without gradients; a backward *inside* the block
-    would run checkpointed layers again and show them twice, so leave the block before it. Nothing is written to the
-    model: its outputs and running averages are bit for bit those of a forward that nobody watches.
+    Compiled models run uncompiled inside the block (`torch.compiler.set_stance`); their graphs are used again after it.
+    Run the backward outside of the block: with activation checkpointing, a backward inside it would recompute layers
+    and call the observer twice. Nothing in the model changes: outputs and running averages are bitwise equal to those
+    of a forward without an observer.
 
     Args:
-        model: anything with mechanisms inside: attached by `affine_attention.hf`, made of `SelfAttention`, wrapped by
-            DDP, PEFT or torch.compile.
-        observer: a function of an `AttentionCall`. Blocks can be nested: all observers are called.
+        model: any model with mechanisms: attached by `affine_attention.hf`, made of `SelfAttention`, wrapped by DDP,
+            PEFT or torch.compile.
+        observer: a function of an `AttentionCall`. Blocks can be nested; all observers are called.
     """
     layers = mechanism_layers(model)
     if not layers:
         raise ValueError(
-            f"model must have a mechanism to be watched, got a plain {type(model).__name__}; "
-            'affine_attention.hf.attach(model, "softmax") names the attention that it has'
+            f"model must have a mechanism, got {type(model).__name__} without one; "
+            'affine_attention.hf.attach(model, "softmax") adds one without changing its outputs'
         )
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -92,7 +92,7 @@ def watch(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 def mechanism_layers(model: nn.Module) -> list[AttentionMechanism]:
-    """The mechanisms of a model, one for each attention layer, in order."""
+    """The mechanisms of a model, one per attention layer, in order."""
     return [module for module in model.modules() if isinstance(module, AttentionMechanism)]
 
 
@@ -119,21 +119,21 @@ def _observe(index: int, observer: Observer, earlier: Callable[..., None] | None
 
 
 def _restore(layer: AttentionMechanism, before: Callable[..., None] | None) -> None:
-    # Deleted, not set to None: the guards of compiled graphs notice the difference.
+    # Deleted, not set to None: the guards of compiled graphs check that the attribute is absent.
     layer.__dict__.pop("observer", None)
     if before is not None:
         layer.observer = before
 
 
 class Probe:
-    """The few numbers of a forward that a training log keeps (Figure 2, saturated alphas and gates).
+    """The statistics of a forward that the training log records (Figure 2, saturated alphas and gates).
 
     >>> with torch.no_grad(), Probe(model) as probe:
     ...     model(input_ids)
     >>> probe.result()["mean_logit"]  # [layer][head]
 
-    Sums stay on the device until `result`; several forwards are averaged over their tokens. It costs O(T D) a layer
-    for causal, windowed and packed attention: no scores are computed.
+    Sums stay on the device until `result`; several forwards are averaged over their tokens. The cost is O(T D) per
+    layer for causal, windowed and packed attention: no scores are computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,8 +168,8 @@ class Probe:
     def result(self) -> dict[str, Any]:
         """`mean_logit` [layer][head], `saturated` and `gate_saturated` [layer], `running_alpha` [layer][head].
 
-        An entry is None where the mechanism has no such part or no layer was seen, a number is None where there was
-        nothing to take a mean of (no token, or a mean that is not finite).
+        An entry is None if the mechanism has no such part or no layer ran; a number is None if its mean does not exist
+        (no token) or is not finite.
         """
         running = [layer.scale.running_alpha for layer in self._layers if layer.scale and layer.mechanism.bias]
         return {

@@ -1,7 +1,6 @@
-"""Turns a model and a little text into the numbers behind Figures 2 to 6 and 9: inspection.json and maps.safetensors.
+"""Measures the attention of a model on a few sequences (Figures 2 to 6 and 9): inspection.json and maps.safetensors.
 
-One sequence and one layer at a time: what is kept is a tally of each layer. How each figure is read stands in
-metrics.py.
+Sequences and layers are processed one at a time, and only a tally per layer is kept. metrics.py defines the statistics.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...files import replacing
+from ...files import replacing, write_json
 from ...hf import attach, is_attached
-from ...hf.loading import load_model, load_tokenizer_of
-from ..device import choose_device
-from ..run import SCHEMA, RunFolder, describe_machine, write_json
+from ..machine import describe_machine
+from ..models import find_model, load
+from ..run import SCHEMA, RunFolder
 from . import metrics
 from .capture import AttentionCall, mechanism_layers, watch
 from .sequences import Sequences, find_sequences
 from .tally import ENTROPY_EDGES, SHARE_EDGES, LayerTally
 
-EVEN = 1e-6  # heads whose total weights differ by less are the same: there is nothing to scale to [0, 1]
+EVEN = 1e-6  # if total weights of all heads differ by less than this, they are not scaled to [0, 1]
 
 
 def inspect(
@@ -40,22 +39,22 @@ def inspect(
     dtype: torch.dtype | str | None = None,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Looks at every attention layer and head of a model while it reads text, and returns inspection.json.
+    """Measures every attention layer and head of a model on text, and returns the content of inspection.json.
 
     >>> inspect("runs/affine")["entropy"]["softmax"]  # doctest: +SKIP
 
-    The model runs the attention that it was trained with. Where less was found than was asked for, `missing` says so.
+    The model runs its usual attention implementation. `missing` lists what could not be measured as requested.
 
     Args:
-        model: the folder of a run, of a checkpoint, or a model with mechanisms; a plain checkpoint is softmax.
-        text: a file, documents, or sequences of ids (sequences.py); None: what the run held out.
-        tokenizer: that of the folder when None. A model object needs one for text.
-        sequences, length: the paper's ten sequences of 1k.
+        model: a run folder, a checkpoint folder, or a model with mechanisms; a checkpoint without one is softmax.
+        text: a file, documents, or sequences of ids (sequences.py); None: the held-out text of the run.
+        tokenizer: None uses the one in the folder. A model object needs one for text.
+        sequences, length: number of sequences and tokens per sequence; the paper uses ten sequences of 1k tokens.
         map_length: tokens of the attention maps, from the first sequence; 0: no maps.
-        layers: whose maps are kept; None: all.
-        device: where a folder is loaded, the GPU if there is one; a model object stays where it is.
-        dtype: in which a folder is loaded, that of its weights when None.
-        output: folder for inspection.json and inspection/maps.safetensors; the run's own when None and it is a run.
+        layers: layers whose maps are stored; None: all.
+        device: for a folder; None uses a GPU if there is one. A model object stays on its device.
+        dtype: of the weights, for a folder; None: as saved.
+        output: folder for inspection.json and inspection/maps.safetensors; None: the run folder, if it is a run.
     """
     if isinstance(map_length, bool) or not isinstance(map_length, int) or map_length < 0:
         raise ValueError(f"map_length must be an integer of at least 0, got {map_length!r}")
@@ -65,26 +64,21 @@ def inspect(
             raise ValueError("device and dtype are for folders: move the model, then inspect it")
         network: Any = model
     else:
-        run = RunFolder(model)
-        folder = run.path
-        if run.exists:
-            if not run.finished:
-                raise FileNotFoundError(
-                    f"{folder} has no finished model (model/config.json); let `affine train` finish"
-                )
-            recipe, folder, output = run.recipe(), run.model, run.path if output is None else output
-        network = load(folder, device, dtype)
-        tokenizer = load_tokenizer_of(folder) if tokenizer is None else tokenizer
+        folder, run = find_model(model)
+        if run is not None and run.exists:
+            recipe, output = run.recipe(), run.path if output is None else output
+        network, tokenizer = load(folder, tokenizer, device=device, dtype=dtype)
+        network = (network if is_attached(network) else attach(network, "softmax")).to(network.device).eval()
     mechanisms = mechanism_layers(network)
     if not mechanisms:
         raise ValueError(
-            f"model must have a mechanism to be inspected, got a plain {type(network).__name__}; "
-            'affine_attention.hf.attach(model, "softmax") names the attention that it has'
+            f"model must have a mechanism, got {type(network).__name__} without one; "
+            'affine_attention.hf.attach(model, "softmax") adds one without changing its outputs'
         )
     kept = _map_layers(layers, len(mechanisms))
     limit = getattr(getattr(network, "config", None), "max_position_embeddings", None)
     if limit is not None and length > limit:
-        missing.append(f"length {length} is more than the {limit} positions of the model, which was taken instead")
+        missing.append(f"length {length} exceeds the {limit} positions of the model; {limit} was used instead")
         length = limit
     found = find_sequences(text, tokenizer, sequences, length, recipe)
     _check_ids(found, network)
@@ -110,23 +104,10 @@ def inspect(
     return result
 
 
-def load(
-    folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
-) -> PreTrainedModel:
-    """The model of a checkpoint folder, ready to be watched; a plain one is given the name of what it is: softmax."""
-    if not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds neither a run (recipe.json) nor a checkpoint (config.json)")
-    place = choose_device(device)
-    model = load_model(folder, dtype=dtype or "auto")
-    if not is_attached(model):
-        model = attach(model, "softmax")
-    return model.to(place).eval()
-
-
 def measure(
     model: nn.Module, inputs: Sequence[dict[str, Tensor]], map_length: int = 0, map_layers: Sequence[int] = ()
 ) -> tuple[list[LayerTally], dict[int, Tensor]]:
-    """(a tally of each layer, maps of some): runs the model on each input; the maps are those of the first."""
+    """Runs the model on each input: (tally of each layer, attention maps of `map_layers` for the first input)."""
     tallies = [LayerTally(layer.num_heads) for layer in mechanism_layers(model)]
     maps: dict[int, Tensor] = {}
 
@@ -138,7 +119,7 @@ def measure(
                 visibility=call.visibility, softmax_scale=call.softmax_scale,
             ).cpu()  # fmt: skip
 
-    # The decoder alone where there is one: logits over a vocabulary would be the largest tensor by far.
+    # Only the decoder if the model has one: the logits would be by far the largest tensor.
     decoder: Any = model.base_model if isinstance(model, PreTrainedModel) else model
     options = {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
     training, device = model.training, _device_of(model)
@@ -154,7 +135,7 @@ def measure(
 
 
 def summarise(tallies: Sequence[LayerTally]) -> dict[str, Any]:
-    """The tallies of all layers as the lists [layer][head] of inspection.json."""
+    """The tallies of all layers as lists [layer][head], as stored in inspection.json."""
 
     def means(name: str) -> list[Any]:
         return [tally.moments[name].means() for tally in tallies]
@@ -195,18 +176,18 @@ def summarise(tallies: Sequence[LayerTally]) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], maps: dict[int, Tensor], folder: Path) -> None:
-    """inspection.json and inspection/maps.safetensors; each is whole or the one from before."""
+    """Writes inspection.json and inspection/maps.safetensors, each atomically."""
     from safetensors.torch import save
 
     run = RunFolder(folder)
     tensors = {f"layer.{layer}": weights.to(torch.float16).contiguous() for layer, weights in maps.items()}
     with replacing(run.maps_file) as file:
-        file.write(save(tensors))  # save_file would leave a file that only its owner can read
+        file.write(save(tensors))  # save_file would create a file that only its owner can read
     write_json(run.inspection_file, result)
 
 
 def format_inspection(name: str | Path, found: dict[str, Any]) -> str:
-    """The same in a few lines for a terminal: the mean over heads of every layer."""
+    """The mean over heads of every layer, as lines for a terminal."""
     lines = [f"{name}: {found['mechanism']['name']}, {found['sequences']} sequences of {found['length']} tokens"]
     columns = {
         "row sum": found["row_sum"]["mean"],
@@ -265,21 +246,21 @@ def _running_alpha(mechanisms: list[Any]) -> list[list[float]] | None:
 
 def _not_finite(tallies: Sequence[LayerTally]) -> list[str]:
     return [
-        f"layer {layer}: {tally.not_finite} row sums are not finite, so its means are missing"
+        f"layer {layer}: {tally.not_finite} row sums are not finite, so the layer has no means"
         for layer, tally in enumerate(tallies)
         if tally.not_finite
     ]
 
 
 def _map_tokens(found: Sequences, tokenizer: Any, maps: dict[int, Tensor], map_length: int) -> list[str]:
-    """The text of each token of the maps, as it is: what shows it has to escape it."""
+    """The text of each token of the maps, not escaped: whatever displays it must escape it."""
     if not maps:
         return []
     length = next(iter(maps.values())).shape[-1]
     if length < map_length:
-        found.missing.append(f"the maps have {length} of {map_length} tokens: the first sequence has no more")
+        found.missing.append(f"the maps have {length} of {map_length} tokens: the first sequence is shorter")
     if tokenizer is None:
-        found.missing.append("there was no tokenizer: the tokens of the maps are shown as their ids")
+        found.missing.append("there is no tokenizer, so the maps show token ids")
     ids = found.inputs[0]["input_ids"][0, :length].tolist()
     return [str(each) if tokenizer is None else tokenizer.decode([each]) for each in ids]
 
@@ -300,8 +281,8 @@ def _check_ids(found: Sequences, model: Any) -> None:
         largest, smallest = int(each["input_ids"].max()), int(each["input_ids"].min())
         if smallest < 0 or (size is not None and largest >= size):
             raise ValueError(
-                f"token ids must be from 0 to {'..' if size is None else size - 1}, the model's vocabulary, got "
-                f"{smallest} to {largest}: is this the model's tokenizer?"
+                f"token ids must be within the vocabulary of the model, 0 to {'..' if size is None else size - 1}, got "
+                f"{smallest} to {largest}; is this the model's tokenizer?"
             )
 
 

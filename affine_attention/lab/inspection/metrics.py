@@ -1,19 +1,19 @@
-"""Turns query, key, alpha, beta, sink and visibility of one attention call into the numbers behind the figures.
+"""Computes the statistics behind the figures from query, key, alpha, beta, sink and visibility of an attention call.
 
 With p_ij the softmax over the visible keys of query i and the sink, and w_ij = alpha_i p_ij + beta_i (the weights that
-`affine_attention.attention_weights` shows), the figures are read as follows.
+`affine_attention.attention_weights` returns), the figures are interpreted as follows.
 
 | figure | here |
 |---|---|
-| 2, "QKᵀ logits mean .. over layers, heads and token positions" | `logit_sums`: the signed mean of q_i·k_j · softmax_scale over all visible pairs, one number a head |
+| 2, "QKᵀ logits mean .. over layers, heads and token positions" | `logit_sums`: the signed mean of q_i·k_j · softmax_scale over all visible pairs, per head |
 | 3, "for each query token, we sum attention weights over all non-sink tokens and average across heads" | `Rows.row_sum`: sum_j w_ij = alpha_i (1 - the sink's share) + n_i beta_i; the mean over heads is taken from it |
-| 4, "attention weight assigned to the first token" | `Rows.first_token`: w_ij for j the first token of the query's document, averaged over all its queries, the first one too; 0 where a window hides it |
-| 5, "total attention weights .. exclude the sink value S" | the mean of `Rows.row_sum` over queries, one number a head; "normalized to [0, 1]" is read as min-max over the layers and heads of a model |
-| 6, "attention entropy" | `Rows.entropy_softmax`: of p over the visible keys, normalised without the sink; `Rows.entropy_weights`: of abs(w) / sum abs(w); both in nats, with `Rows.negative_mass` beside them |
-| 9, "attention weight matrices .. first 30 x 30 tokens" | `weight_map`: w_ij, signed, one map a head |
+| 4, "attention weight assigned to the first token" | `Rows.first_token`: w_ij for j the first token of the query's document, averaged over all its queries including the first; 0 if a window hides it |
+| 5, "total attention weights .. exclude the sink value S" | the mean of `Rows.row_sum` over queries, per head; "normalized to [0, 1]" is read as min-max over all layers and heads of a model |
+| 6, "attention entropy" | `Rows.entropy_softmax`: of p over the visible keys, normalised without the sink; `Rows.entropy_weights`: of abs(w) / sum abs(w); both in nats; `Rows.negative_mass` is reported with them |
+| 9, "attention weight matrices .. first 30 x 30 tokens" | `weight_map`: w_ij, signed, one map per head |
 
-Figures 8, 10 and 11 need no attention: the log of a run, and the activation. No function holds T x S numbers: sums of
-keys come from `ops/visibility.py`, and what needs every score takes a few query rows of one key-value head at a time.
+Figures 8, 10 and 11 come from the log of a run and the activation function. No function stores T x S numbers: sums over
+keys come from `ops/visibility.py`, and the other statistics process a few query rows of one key-value head at a time.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch import Tensor
 from ...ops.dtypes import row_dtype
 from ...ops.visibility import Visibility
 
-BLOCK_SCORES = {"cpu": 2**20, "cuda": 2**25}  # scores that are held at a time: on a CPU what its caches hold
+BLOCK_SCORES = {"cpu": 2**20, "cuda": 2**25}  # scores in memory at a time; on the CPU they should fit into its caches
 MOST_ROWS = 1024
 GATE_CLOSED, GATE_OPEN = 0.01, 0.99  # a gate value beyond these is saturated
 
 
 class Rows(NamedTuple):
-    """One number for each query and head, [B, H, T]; fp64 for fp64 inputs, fp32 otherwise."""
+    """One value per query and head, [B, H, T]; fp64 for fp64 inputs, fp32 otherwise."""
 
     row_sum: Tensor  # sum of w over the visible keys
     absolute_sum: Tensor  # sum of abs(w)
-    negative_mass: Tensor  # the part of absolute_sum that belongs to negative weights
+    negative_mass: Tensor  # share of absolute_sum from negative weights
     first_token: Tensor  # w of the document's first token
     entropy_softmax: Tensor  # nats
-    entropy_weights: Tensor  # nats; NaN where every weight is 0
-    counted: Tensor  # boolean: a real token that sees at least one key
+    entropy_weights: Tensor  # nats; NaN if all weights are 0
+    counted: Tensor  # boolean: True for real tokens that see at least one key
 
 
 def measure_rows(
@@ -56,7 +56,7 @@ def measure_rows(
     softmax_scale: float,
     token_mask: Tensor | None = None,
 ) -> Rows:
-    """The numbers of every query of a call: O(T) memory a head, O(T S D) work.
+    """The statistics of every query of a call, with O(T) memory per head and O(T S D) operations.
 
     Args:
         query, key, alpha, beta, sink, softmax_scale: as `affine_attention.attention` takes them.
@@ -107,9 +107,9 @@ def _block_rows(
     rows: slice,
     keys: slice,
 ) -> Tensor:
-    """The six numbers [6, R, rows] of a few rows: R query heads of one key-value head, all keys that they may see."""
+    """The six statistics [6, R, rows] of a few rows, for the R query heads of one key-value head and all their keys."""
     scores = query_RTD @ key_SD[keys].T
-    # Everything before `edge` is visible to every row: a causal block needs its mask for the last few keys only.
+    # Keys before `edge` are visible to every row: a causal block needs a mask only for the last few keys.
     edge = keys.start
     if visible.has_ranges_only and visible.window is None and visible.is_causal:
         edge = min(max(rows.start + visible.offset + 1, keys.start), keys.stop)
@@ -126,10 +126,10 @@ def _block_rows(
     if hidden is not None:
         scores[..., masked].masked_fill_(hidden, 0)  # 0 * -inf is NaN
     total_RT = powers.sum(-1)
-    whole_RT = total_RT.clamp(min=torch.finfo(total_RT.dtype).tiny)  # a row that sees nothing
+    whole_RT = total_RT.clamp(min=torch.finfo(total_RT.dtype).tiny)  # avoids 0 / 0 in rows without visible keys
     entropy_RT = whole_RT.log() - torch.linalg.vecdot(powers, scores) / whole_RT
 
-    kept_RT = total_RT / whole_RT  # what the sink leaves to the keys: exactly 1 without one, and NaN stays NaN
+    kept_RT = total_RT / whole_RT  # softmax mass of the keys: exactly 1 without a sink; NaN stays NaN
     if sink_R1 is not None:
         kept_RT = torch.sigmoid(total_RT.log() + largest_RT - sink_R1)
     row_sum_RT = alpha_RT * kept_RT
@@ -145,7 +145,7 @@ def _block_rows(
         if hidden is not None:
             weights[..., masked].masked_fill_(hidden, 0)
         absolute_RT = weights.sum(-1)
-        # A difference of two sums: where no weight can be negative it would be their rounding.
+        # A difference of two sums: if no weight can be negative, it would be rounding error.
         can_be_RT = (beta_RT < 0) | (alpha_RT < 0)
         negative_RT = ((absolute_RT - row_sum_RT) / (2 * absolute_RT)).clamp(0, 1) * can_be_RT
         logs = torch.xlogy(weights, weights, out=scores).sum(-1)
@@ -167,7 +167,7 @@ def _first_token(
     heads: slice,
     rows: slice,
 ) -> Tensor:
-    """w of the first token of each row's document, 0 where the row does not see it."""
+    """w of the first token of each row's document, 0 if the row does not see it."""
     first_key_T = first_key_T.to(key_SD.device)
     exists_T = first_key_T >= 0
     index_T = first_key_T.clamp(min=0)
@@ -182,7 +182,7 @@ def _first_token(
         pair = visible.pair_mask[0, :, rows]
         pair = pair[heads] if pair.shape[0] > 1 else pair
         seen = seen & pair.gather(-1, index_T[None, :, None].expand(pair.shape[0], -1, 1)).squeeze(-1)
-    # Clamped: the score of a first token that is not seen may be far above every score that is.
+    # Clamped: the score of a masked first token may be far above every visible score.
     weight_RT = (score_RT - largest_RT).clamp(max=0).exp() * factor_RT
     if beta_RT is not None:
         weight_RT = weight_RT + beta_RT
@@ -190,7 +190,7 @@ def _first_token(
 
 
 def first_keys(visibility: Visibility) -> Tensor:
-    """The first real key of each query's document, [1|B, T]; -1 where there is none."""
+    """The first real key of each query's document, [1|B, T]; -1 if there is none."""
     real_BS = visibility.key_mask
     if visibility.pair_mask is not None:
         shown_BS = visibility.pair_mask.flatten(1, 2).any(1)
@@ -215,10 +215,10 @@ def first_keys(visibility: Visibility) -> Tensor:
 def logit_sums(
     query: Tensor, key: Tensor, visibility: Visibility, softmax_scale: float, token_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(sum, number) of the visible scaled logits of each head, [H] each: their quotient is the mean of Figure 2.
+    """(sum, count) of the visible scaled logits of each head, [H] each; their quotient is the mean in Figure 2.
 
-    Exact without a score: sum_i sum_j q_i·k_j = sum_i q_i · (sum of visible k), and sums of visible keys are prefix
-    sums (`Visibility.sum_keys`). fp64 sums, one key-value head at a time.
+    Exact without computing scores: sum_i sum_j q_i·k_j = sum_i q_i · (sum of visible k), and sums of visible keys are
+    prefix sums (`Visibility.sum_keys`). fp64 sums, one key-value head at a time.
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
@@ -254,7 +254,7 @@ def weight_map(
 ) -> Tensor:
     """The signed weights of the first `length` queries and keys of the first row of the batch: [H, length, length].
 
-    The softmax is over everything that these queries see, also what lies beyond the map.
+    The softmax includes all keys that these queries see, also those outside of the map.
     """
     dtype, heads = row_dtype(query.dtype), query.shape[1]
     visible = visibility.for_batch(slice(0, 1))
@@ -283,7 +283,7 @@ def weight_map(
 
 
 def is_saturated(alpha: Tensor) -> Tensor:
-    """True where an alpha is at the end of its range: exactly 0 or 1, where linear clipping has no gradient."""
+    """True if alpha is exactly 0 or 1, where linear clipping has no gradient."""
     return (alpha <= 0) | (alpha >= 1)
 
 
@@ -292,7 +292,7 @@ def is_gate_saturated(gate: Tensor) -> Tensor:
 
 
 def share_sums(values: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(sum, number) of each head, [H], over the real tokens of [B, H, T] or [B, H, T, D]; booleans give shares."""
+    """(sum, count) per head, [H], over the real tokens of [B, H, T] or [B, H, T, D]; for booleans, shares."""
     values = values.flatten(3) if values.dim() > 3 else values[..., None]
     sums_BHT = values.sum(-1, dtype=torch.int64 if values.dtype == torch.bool else _exact(values.device))
     counts_BHT = torch.full_like(sums_BHT, values.shape[-1])
@@ -303,14 +303,14 @@ def share_sums(values: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor
 
 
 def finite_or_none(values: Any) -> Any:
-    """Numbers, or nested lists of them, with None for what JSON has no word for."""
+    """Numbers, or nested lists of numbers, with None for NaN and infinities, which JSON lacks."""
     if isinstance(values, list):
         return [finite_or_none(each) for each in values]
     return values if math.isfinite(values) else None
 
 
 def _blocks(visible: Visibility, heads: int, queries: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """(rows, keys): a few queries, and all keys that causal and window leave to them; rows without any are left out."""
+    """(rows, keys): a few queries and the range of keys that they may see; rows without any key are skipped."""
     queries = visible.num_queries if queries is None else queries
     budget = BLOCK_SCORES.get(visible.device.type, BLOCK_SCORES["cpu"])
     first = 0
@@ -326,4 +326,4 @@ def _blocks(visible: Visibility, heads: int, queries: int | None = None) -> Iter
 
 
 def _exact(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # that device has no fp64
+    return torch.float32 if device.type == "mps" else torch.float64  # mps has no fp64

@@ -1,4 +1,4 @@
-"""Turns a file, documents or token ids into the few sequences on which a model is looked at."""
+"""Turns a file, documents or token ids into the few sequences on which a model is inspected."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..data.packing import as_example
 from ..data.tokenizer import DocumentEncoder
 from ..recipe import Recipe
 
-SHORTEST = 2  # tokens: a lone query sees itself alone
+SHORTEST = 2  # tokens: a single query sees only itself
 
 
 @dataclass
 class Sequences:
-    """Token sequences, where they come from, and what is missing of what was asked for, in sentences."""
+    """Token sequences, their source, and sentences about what is missing compared with the request."""
 
     source: str
     inputs: list[dict[str, Tensor]] = field(default_factory=list)  # input_ids [1, T], position_ids [1, T] if packed
     missing: list[str] = field(default_factory=list)
 
     def fingerprint(self) -> str:
-        """Changes when any token does."""
+        """A hash of all tokens."""
         digest = hashlib.sha256()
         for each in self.inputs:
             for name in sorted(each):
@@ -41,16 +41,16 @@ class Sequences:
 def find_sequences(text: Any, tokenizer: Any, sequences: int, length: int, recipe: Recipe | None = None) -> Sequences:
     """The first `sequences` sequences of `length` tokens.
 
-    Documents stand one after the other as in training: what the tokenizer puts first, their tokens, the separator. They
-    are cut into pieces of `length`; positions start again at each document if the recipe trains with
-    `document_boundaries`. A text that is shorter than one piece is one shorter sequence.
+    Documents are concatenated as in training: the tokenizer's prefix (BOS), their tokens, the separator. They are split
+    into sequences of `length`; positions restart at each document if the recipe trains with `document_boundaries`. A
+    text that is shorter than one sequence gives one shorter sequence.
 
     Args:
         text: a file or folder (`lab.data.read_documents`); documents (strings); or sequences: ids [T], or
-            mappings of input_ids and perhaps position_ids [T], as those of `Corpus.heldout_dataset()`. None: what
-            the recipe held out.
+            mappings of input_ids and optionally position_ids [T], like those of `Corpus.heldout_dataset()`. None: the
+            held-out text of the recipe.
         tokenizer: needed for text, not for ids.
-        recipe: of the run that is looked at, if it is one.
+        recipe: of the inspected run, if it is one.
     """
     for name, value, least in (("sequences", sequences, 0), ("length", length, SHORTEST)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -60,15 +60,15 @@ def find_sequences(text: Any, tokenizer: Any, sequences: int, length: int, recip
     first = next(items, None)
     if first is not None and isinstance(first, str):
         if tokenizer is None:
-            raise ValueError("tokenizer is missing: text has to be turned into ids; pass one, or sequences of ids")
+            raise ValueError("tokenizer is missing: pass one to convert text to ids, or pass sequences of ids")
         encoder = DocumentEncoder(tokenizer, special_tokens=bool(recipe and recipe.special_tokens))
         _add_documents(found, first, items, encoder, sequences, length, bool(recipe and recipe.document_boundaries))
     elif first is not None:
         _add_ids(found, first, items, sequences, length)
     if not found.inputs and sequences:
-        found.missing.append(f"{source} has no sequence of at least {SHORTEST} tokens: nothing was looked at")
+        found.missing.append(f"{source} has no sequence of at least {SHORTEST} tokens: nothing was measured")
     elif len(found.inputs) < sequences:
-        found.missing.append(f"{source} has {len(found.inputs)} of the {sequences} sequences that were asked for")
+        found.missing.append(f"{source} has {len(found.inputs)} of the {sequences} requested sequences")
     short = [each["input_ids"].shape[1] for each in found.inputs if each["input_ids"].shape[1] < length]
     if short:
         found.missing.append(
@@ -76,7 +76,7 @@ def find_sequences(text: Any, tokenizer: Any, sequences: int, length: int, recip
             f"{min(short)}"
         )
     if sequences == 0:
-        found.missing.append("0 sequences were asked for: nothing was looked at")
+        found.missing.append("0 sequences were requested: nothing was measured")
     return found
 
 
@@ -88,13 +88,13 @@ def _items(text: Any, recipe: Recipe | None) -> tuple[str, Iterator[Any]]:
         path = expanded(text, "text")
         if not path.exists():
             raise FileNotFoundError(
-                f"text must be a file or folder that exists, got {str(text)!r}; give words as a list of documents"
+                f"text must be a file or folder that exists, got {str(text)!r}; pass text itself as a list of documents"
             )
         return str(text), iter(read_documents(path, text_column=column))
     if isinstance(text, Tensor):
         rows = text if text.dim() == 2 else text[None]
         return "token ids", iter(rows)
-    # A dataset of torch has items and a length, and no __iter__.
+    # A torch Dataset has __getitem__ and __len__, but no __iter__.
     if isinstance(text, Mapping) or not (isinstance(text, Iterable) or hasattr(text, "__getitem__")):
         raise TypeError(f"text must be a file, documents, or sequences of token ids, got {type(text).__name__}")
     return "the text given", iter(text)
@@ -102,10 +102,10 @@ def _items(text: Any, recipe: Recipe | None) -> tuple[str, Iterator[Any]]:
 
 def _held_out(recipe: Recipe | None) -> tuple[str, Iterator[str]]:
     if recipe is None:
-        raise ValueError("text is missing: only the folder of a run names text that its model has not seen")
+        raise ValueError("text is missing: only a run folder has held-out text; pass a file or documents")
     found = heldout_documents(recipe)
     if found is None:
-        raise ValueError("text is missing: the run held nothing out (heldout = 0), so name a file")
+        raise ValueError("text is missing: the run has no held-out text (heldout = 0); pass a file")
     return found
 
 
@@ -160,4 +160,4 @@ def _add_ids(found: Sequences, first: Any, rest: Iterator[Any], sequences: int, 
             left_out += 1
         item = next(rest, None)
     if left_out:
-        found.missing.append(f"{left_out} sequences of fewer than {SHORTEST} tokens were left out")
+        found.missing.append(f"{left_out} sequences with fewer than {SHORTEST} tokens were skipped")

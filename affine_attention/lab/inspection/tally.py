@@ -1,7 +1,7 @@
-"""Turns calls of a layer, one after the other, into means, deviations and histograms of each head.
+"""Accumulates means, standard deviations and histograms per head over the attention calls of a layer.
 
-Nothing grows with the number of calls but one number for each query (the row sum averaged over heads, whose median
-Figure 3 draws).
+Memory is constant in the number of calls, except for one number per query: the row sum averaged over heads, whose
+median Figure 3 shows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from . import metrics
 from .capture import AttentionCall
 
-# The same edges for every mechanism and run, so that histograms can be laid over each other; what lies outside is
-# counted in the end bins. Alphas and row sums are from 0 to 1: a row sum is a mean of alpha and running_alpha weighted
-# by n / N, or what a sink leaves of 1. The bins have 0, 0.02, .. 1 in their middle, so that softmax's 1 (give or take
-# rounding) and clipped alphas fall into one bin each.
+# The same edges for every mechanism and run, so that histograms are comparable; values outside are counted in the end
+# bins. Alphas and row sums are in [0, 1]: a row sum is a mean of alpha and running_alpha weighted by n / N, or 1 minus
+# the mass of a sink. The bins are centred at 0, 0.02, .. 1, so that softmax's 1 (up to rounding) and clipped alphas
+# fall into one bin each.
 SHARE_EDGES = torch.arange(-1, 102, 2, dtype=torch.float64) / 100
 ENTROPY_EDGES = torch.arange(0, 45, dtype=torch.float64) / 4  # nats; log(32768) is 10.4
 
 
 class Moments:
-    """Count, mean and standard deviation of each head, from parts: fp64, no difference of large sums."""
+    """Count, mean and standard deviation per head, merged from parts in fp64 without cancellation."""
 
     def __init__(self, heads: int) -> None:
         self.count, self.mean, self.squares = (torch.zeros(heads, dtype=torch.float64) for _ in range(3))
@@ -45,12 +45,12 @@ class Moments:
         return metrics.finite_or_none(torch.where(self.count > 0, self.mean, torch.nan).tolist())
 
     def deviations(self) -> list[float | None]:
-        """Of the values seen, not an estimate for others: divided by their number."""
+        """Population standard deviation (divided by n)."""
         return metrics.finite_or_none((self.squares / self.count).sqrt().tolist())
 
 
 class Histogram:
-    """Counts of each head between fixed edges; numbers that are not finite are in no bin."""
+    """Counts per head between fixed edges; non-finite values are not counted."""
 
     def __init__(self, heads: int, edges: Tensor) -> None:
         self.edges = edges
@@ -67,7 +67,7 @@ class Histogram:
 
 
 class LayerTally:
-    """The numbers of one layer over all calls: what `inspection.json` says about it."""
+    """The statistics of one layer over all calls, as stored in inspection.json."""
 
     def __init__(self, heads: int) -> None:
         self.moments = {name: Moments(heads) for name in metrics.Rows._fields[:-1]}
@@ -87,7 +87,7 @@ class LayerTally:
             softmax_scale=call.softmax_scale, token_mask=call.token_mask,
         )  # fmt: skip
         self.not_finite += int((~rows.row_sum.isfinite() & rows.counted).sum())
-        with_weights = rows.counted & (rows.absolute_sum != 0)  # a row of zeros has no distribution
+        with_weights = rows.counted & (rows.absolute_sum != 0)  # the entropy of a row of zeros is undefined
         for name, moments in self.moments.items():
             moments.add(getattr(rows, name), with_weights if name == "entropy_weights" else rows.counted)
         self.row_sum.add(rows.row_sum, rows.counted)
@@ -125,7 +125,7 @@ class LayerTally:
         return metrics.finite_or_none((self.logits / self.pairs).tolist())
 
     def over_heads_numbers(self) -> dict[str, Any]:
-        """Mean, standard deviation and median of the row sums that are averaged over heads first."""
+        """Mean, standard deviation and median of the row sums, averaged over heads first."""
         values = torch.cat([torch.zeros(0), *self.over_heads]).double()
         if not len(values):
             return {"mean": None, "std": None, "median": None}

@@ -1,4 +1,4 @@
-"""Turns run folders into one self-contained page: tables, figures and maps, beside the paper's own numbers."""
+"""Turns run folders into one self-contained HTML page: tables, figures and attention maps, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text import short, visible
 
 __all__ = ["Run", "load_run", "load_runs", "report"]
 
-CROWD = 10  # groups that one chart can show
+MOST_GROUPS = 10  # with more groups, charts initially hide some
 
 
 def report(
@@ -30,14 +30,14 @@ def report(
     title: str | None = None,
     markdown: Path | str | None = None,
 ) -> Path:
-    """Writes one HTML page about run folders and returns its path.
+    """Writes an HTML page about run folders and returns its path.
 
     Args:
-        paths: run folders; unfinished ones too, and those whose weights were not kept. Seeds of one setting are found
-            and averaged. One that cannot be read is named on the page, with the reason; the others are shown.
-        output: the file to write.
-        title: heading of the page; None: the recipes' names.
-        markdown: a second file for the same tables: a new one, or one with the marks of markdown.py.
+        paths: run folders, also of unfinished runs and of runs without weights. Seeds of the same setting are
+            averaged. Runs that cannot be read are listed on the page with the reason.
+        output: the HTML file to write.
+        title: heading of the page; None: the names of the recipes.
+        markdown: a second file for the same tables: a new file, or one with the marks of markdown.py.
     """
     unreadable: dict[str, str] = {}
     runs = load_runs(paths, unreadable)
@@ -47,14 +47,14 @@ def report(
     if output.is_dir():
         raise IsADirectoryError(f"output must be a file, got the folder {output}; write {output / 'report.html'}")
     written = render(runs, title, unreadable)
-    if markdown is not None:  # first, since it may refuse a file with words of its own
+    if markdown is not None:  # first, because it raises for an existing file without the marks
         write_markdown(group_runs(runs), Path(markdown), unreadable)
     write_text(output, written)
     return output
 
 
 def render(runs: list[Run], title: str | None = None, unreadable: dict[str, str] | None = None) -> str:
-    """The page of these runs as text; `unreadable` ones are named with the reason."""
+    """The HTML page of these runs; `unreadable` runs are listed with the reason."""
     groups = group_runs(runs)
     drawn = {figure["key"]: figure for figure in figures(groups)}
     maps, map_notes = packed_maps(groups)
@@ -80,35 +80,35 @@ def render(runs: list[Run], title: str | None = None, unreadable: dict[str, str]
         ("paper", "The paper’s own numbers", _paper_lead(groups) + papers),
     ]  # fmt: skip
     heading = title or "Affine-Scaled Attention: " + ", ".join(dict.fromkeys(g.recipe_name for g in groups))
-    aside = _aside(groups)
+    hidden = _initially_hidden(groups)
     data: dict[str, Any] = {
-        "groups": [_group_data(group, group in aside) for group in groups],
+        "groups": [_group_data(group, group in hidden) for group in groups],
         "figures": [figure for figure in drawn.values() if not figure.get("missing")],
         "maps": maps,
     }
     return page(short(heading), _lead(groups), sections, data)
 
 
-def _aside(groups: list[Group]) -> list[Group]:
-    """Where many lines would hide each other: variants and the recipes of fewer runs, which wait in the legend."""
-    if len(groups) <= CROWD:
+def _initially_hidden(groups: list[Group]) -> list[Group]:
+    """The groups that charts with many lines hide at first: variants, and recipes with fewer runs."""
+    if len(groups) <= MOST_GROUPS:
         return []
     runs: dict[str, int] = {}
     for group in groups:
         runs[group.recipe_name] = runs.get(group.recipe_name, 0) + len(group.runs)
     main = max(runs, key=runs.__getitem__)
-    aside = [group for group in groups if group.variant or group.recipe_name != main]
-    return aside if len(aside) < len(groups) else []
+    hidden = [group for group in groups if group.variant or group.recipe_name != main]
+    return hidden if len(hidden) < len(groups) else []
 
 
-def _group_data(group: Group, aside: bool) -> dict[str, Any]:
+def _group_data(group: Group, hidden: bool) -> dict[str, Any]:
     return {
         "label": short(group.label),
         "light": group.colour[0],
         "dark": group.colour[1],
         "dash": group.dash,
         "seeds": len(group.runs),
-        "aside": aside,
+        "aside": hidden,
     }
 
 
@@ -136,7 +136,7 @@ def _paper_lead(groups: list[Group]) -> str:
         "1,024 × 2,048 tokens; no seeds and no intervals are given. "
     )
     words += (
-        f"These runs have the same setting and stand beside the paper’s rows in the tables above: {', '.join(same)}."
+        f"These runs have the same setting and are next to the paper’s rows in the tables above: {', '.join(same)}."
         if same
         else "No run here has that setting, so these numbers are for orientation and are not compared with ours."
     )
@@ -145,18 +145,18 @@ def _paper_lead(groups: list[Group]) -> str:
 
 def _explorer_html(has_maps: bool, notes: list[str]) -> str:
     caption = (
-        "<h3>Figure 9: attention maps</h3><p class=\"aid\">Row: the token that reads; column: the token that is read; "
-        "blue adds, orange subtracts, no colour is zero. Point at a cell, tap it, or walk with the arrow keys.</p>"
+        "<h3>Figure 9: attention maps</h3><p class=\"aid\">Row: query token; column: key token; blue: positive weight, "
+        "orange: negative weight. Hover over a cell, tap it, or use the arrow keys.</p>"
     )  # fmt: skip
     if not has_maps:
         return (
             f'<figure class="plot-figure empty" id="figure-9"><figcaption>{caption}'
-            '<p class="missing">No run holds maps; <code>affine inspect RUN</code> writes them.</p>'
+            '<p class="missing">No run has maps; <code>affine inspect RUN</code> writes them.</p>'
             "</figcaption></figure>"
         )
     extra = "".join(f"<p>{rich(note)}</p>" for note in notes)
     return (
         f'<figure class="plot-figure explorer" id="figure-9" data-explorer><figcaption>{caption}</figcaption>'
-        '<div class="plot"></div><noscript><p class="missing">The maps are drawn by the page&#39;s own script, '
-        f'which is switched off.</p></noscript><div class="notes">{extra}</div></figure>'
+        '<div class="plot"></div><noscript><p class="missing">The maps are drawn by JavaScript, which is switched off.'
+        f'</p></noscript><div class="notes">{extra}</div></figure>'
     )

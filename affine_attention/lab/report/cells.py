@@ -1,4 +1,4 @@
-"""Turns numbers into the cells, rows and tables that the page shows and copies."""
+"""Cells, rows and tables of the report, and the formatting of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .statistics import Estimate
 
 @dataclass
 class Cell:
-    """A text, a smaller detail behind it (an interval or an error), and how it stands out."""
+    """A text, a smaller detail after it (an interval or an error), and its highlighting."""
 
     text: str
     detail: str = ""
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass
 class Table:
-    """What the page makes an HTML table of. `missing` is what is said in place of a table without rows."""
+    """A table of the page. `missing` is shown instead of a table without rows."""
 
     key: str
     title: str
@@ -49,18 +49,18 @@ def text_cell(text: object, title: str = "") -> Cell:
 
 
 def shown(value: float, digits: int, sign: bool = False) -> str:
-    """A number with so many decimals and a real minus; a very large one keeps three digits instead."""
+    """A number with `digits` decimals and a typographic minus; very large numbers are shown with three digits."""
     if math.isnan(value):
         return "–"
     kind = ".2e" if abs(value) >= 1e6 else f",.{digits}f"
     text = f"{value:+{kind}}" if sign else f"{value:{kind}}"
-    if not text.strip("+-0.,"):  # what is rounded to zero has no sign
+    if not text.strip("+-0.,"):  # no sign for numbers that round to zero
         text = text.lstrip("+-")
     return text.replace("-", "−")
 
 
 def estimate_cell(found: Estimate | None, digits: int, error: float = math.nan, sign: bool = False) -> Cell:
-    """mean ± half of the 95 % interval over seeds; with one seed, the standard error within the run in brackets."""
+    """mean ± half of the 95 % interval over seeds; with one seed, the standard error of the task in brackets."""
     if found is None:
         return blank()
     if found.half_width is not None:
@@ -74,7 +74,7 @@ def estimate_cell(found: Estimate | None, digits: int, error: float = math.nan, 
 
 
 def mark_best(cells: list[Cell], better: str) -> None:
-    """Bold for the best of a column, as the paper does; nothing when there is nothing to choose from."""
+    """Marks the best cell of a column, as in the paper; none if all values are equal."""
     values = [cell.value for cell in cells if cell.value is not None]
     if len(set(values)) < 2 or better not in ("lower", "higher"):
         return

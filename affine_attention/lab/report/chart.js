@@ -1,5 +1,5 @@
 "use strict";
-// What every chart shares: SVG nodes, scales and ticks, colours of the two themes, the readout, saving.
+// Shared by all charts: SVG nodes, scales and ticks, colours of the two themes, the readout, saving.
 
 const DATA = JSON.parse(document.getElementById("report-data").textContent);
 
@@ -33,7 +33,7 @@ function dashOf(item) {
   return item.group === undefined ? ["", "6 3"][item.colour % 2] : DATA.groups[item.group].dash;
 }
 
-// HTML and SVG nodes. Text is only ever set as text.
+// HTML and SVG nodes. Text is always set as text, never as markup.
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -113,7 +113,7 @@ function extent(values) {
   return low <= high ? [low, high] : [0, 1];
 }
 
-// Numbers as people read them: four digits, a real minus.
+// Numbers for display: four digits, a typographic minus.
 function shown(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -171,7 +171,7 @@ function showReadout(box, clientX, clientY, title, rows) {
   const frame = box.getBoundingClientRect();
   const width = READOUT.offsetWidth, height = READOUT.offsetHeight;
   if (innerWidth < 600) {
-    // A finger hides what is beside it: the readout goes above the chart.
+    // On a touch screen the finger would hide the readout, so it is shown above the chart.
     READOUT.style.left = `${Math.max(8, Math.min(frame.left, innerWidth - width - 8)) + scrollX}px`;
     READOUT.style.top = `${Math.max(56, frame.top - height - 6) + scrollY}px`;
     return;
@@ -182,7 +182,7 @@ function showReadout(box, clientX, clientY, title, rows) {
   READOUT.style.top = `${Math.max(8, Math.min(clientY - height / 2, innerHeight - height - 8)) + scrollY}px`;
 }
 
-// A chart that loses the pointer or the focus hides what it showed itself, not what another one shows by now.
+// A chart that loses the pointer or the focus hides only its own readout.
 function hideReadout(box) {
   if (box === undefined || box === readoutOwner) READOUT.hidden = true;
 }
@@ -211,7 +211,7 @@ function savePng(name, root) {
   picture.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(text);
 }
 
-// A text that starts like a formula would run in a spreadsheet: it gets an apostrophe in front.
+// Text that starts like a formula would be executed by a spreadsheet, so it gets a leading apostrophe.
 function plainCell(value) {
   if (value === null || value === undefined) return "";
   const text = String(value).replace(/−/g, "-");
@@ -219,7 +219,7 @@ function plainCell(value) {
   return /^[\s\p{C}\p{Z}]*[=+\-@＝＋－＠﹢﹣﹦﹫|%]|^[\t\r\n]/u.test(text) && !number ? "'" + text : text;
 }
 
-// Text that Markdown shows as it is, as the exported file has it: no markup, no HTML, no links of bare addresses.
+// Escapes Markdown and HTML markup and bare URLs, like markdown.py.
 function markdownCell(text) {
   const entities = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
   return text

@@ -1,4 +1,4 @@
-"""Turns claims and questions into the tables of the report's section "The paper's claims"."""
+"""The tables of the section "The paper's claims"."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .text import short
 from .verdicts import FAILS, HOLDS, OPEN, RULE, ZERO, Comparison, digits_for, tally
 
 ONE_SEED = (
-    "There is one seed, so none of this can be told from chance, and no verdict is given: another seed alone can turn "
-    "such differences around. `affine study --seeds 0,1,2` makes what a verdict needs; two seeds are the least, and "
+    "There is only one seed, so these differences may be due to chance and no verdict is given: another seed can "
+    "reverse them. `affine study --seeds 0,1,2` runs the seeds that a verdict needs; two seeds are the minimum, and "
     "three make the interval about three times narrower than two."
 )
 
 
 def claim_tables(groups: list[Group]) -> list[Table]:
-    """The summary first, then one table for each claim and question that there are differences for."""
+    """The summary, then one table for each claim and question that has differences."""
     found, asked = claims(groups), questions(groups)
     several = _any_interval([*found, *asked])
     tables = [_summary(found, several)]
@@ -29,7 +29,7 @@ def claim_tables(groups: list[Group]) -> list[Table]:
 
 
 def claims_html(groups: list[Group]) -> str:
-    """The section of the page; without an interval anywhere the single tables are folded away."""
+    """The section of the page; the single tables are collapsed if there are no intervals."""
     summary, *others = claim_tables(groups)
     content = "".join(table_html(table) for table in others)
     if others and "Verdict" not in summary.columns:
@@ -38,8 +38,8 @@ def claims_html(groups: list[Group]) -> str:
 
 
 def _summary(found: list[Claim], several: bool) -> Table:
-    """One row a claim and setting: its headline, and how all of its comparisons stand."""
-    found = [claim for claim in found if claim.key != "claim-controls"]  # several questions, not one
+    """One row per claim and setting: the main comparison, and the verdicts of all comparisons."""
+    found = [claim for claim in found if claim.key != "claim-controls"]  # several separate questions
     columns = ["Claim", "Verdict" if several else "Claimed", "Difference", "Comparison", "Measure", "Seeds"]
     columns += ["All comparisons"] if several else []
     rows, absent = [], {}
@@ -58,18 +58,18 @@ def _summary(found: list[Claim], several: bool) -> Table:
             cells += [text_cell(tally(each for each in mine if each.delta) or "–")] if several else []
             rows.append(Row(cells))
     notes = [RULE, _chance(found)] if several else [ONE_SEED]
-    notes += [f"Nothing to compare for: {_listed(absent)}."] if absent else []
+    notes += [f"No runs to compare for: {_listed(absent)}."] if absent else []
     return Table(
         "verdicts",
-        "What the paper claims, and what these runs say",
-        "One comparison for each claim; every other one is in the tables below."
+        "The paper’s claims and the results of these runs",
+        "The main comparison for each claim; all comparisons are in the tables below."
         if several
-        else "One difference for each claim; all of them are below.",
+        else "The main difference for each claim; all differences are below.",
         columns,
         rows,
         [note for note in notes if note],
-        {"All comparisons": "verdicts of every measure and pair that there are runs for"},
-        "No claim can be looked at: that takes runs of affine and softmax with the same recipe and settings. "
+        {"All comparisons": "verdicts of all measures and pairs that have runs"},
+        "No claim can be tested: this needs runs of affine and softmax with the same recipe and settings. "
         "`affine study` makes them.",
     )
 
@@ -95,17 +95,17 @@ def _claim_table(claim: Claim, several: bool) -> Table:
         for each in mine:
             if not each.delta and not each.absent:
                 unread.setdefault((each.name, each.reason), []).append(each.measure.label)
-        told = [
+        reasons = [
             f"{name}{f', {labels[0]}' if len(labels) == 1 else ''} ({reason})"
             for (name, reason), labels in unread.items()
         ]
-        if told:
-            notes.append(f"No difference{place}: {'; '.join(short(name) for name in told)}.")
+        if reasons:
+            notes.append(f"No difference{place}: {'; '.join(short(name) for name in reasons)}.")
     return Table(claim.key, claim.title, f"{claim.sentence} ({claim.where})", columns, rows, notes)
 
 
 def _rate_table(swept: list[Rates]) -> Table:
-    """The measure of each mechanism at each rate, and which rate is best."""
+    """The measure of each mechanism at each learning rate, and the best rate."""
     all_rates = sorted({rate for each in swept for rate in each.groups})
     settings = any(each.setting for each in swept)
     rows = []
@@ -118,15 +118,15 @@ def _rate_table(swept: list[Rates]) -> Table:
             cells.append(cell)
         rows.append(Row([*cells, Cell("–" if each.best is None else f"{each.best:g}")]))
     ends = [each.mechanism for each in swept if each.best in (min(each.groups), max(each.groups))]
-    notes = ["Bold: the best of its row by the mean, which alone says nothing about chance.", *signs(swept)]
+    notes = ["Bold: the best mean of the row; the difference may be due to chance.", *signs(swept)]
     if ends:
         whose = ", ".join(dict.fromkeys(ends))
-        notes.append(f"At the end of what was tried, so that a rate beyond may be better still: {whose}.")
+        notes.append(f"The best rate is at the edge of the tested range, so another rate may be better: {whose}.")
     return Table(
         "question-rates",
         "Learning rate",
-        f"{swept[0].measure.label} at each rate, all else equal: a mechanism must not win because the other’s rate was "
-        "wrong.",
+        f"{swept[0].measure.label} at each learning rate, with all other settings equal, to check that no mechanism "
+        "wins because of a bad rate for the other.",
         ["Mechanism", *(["Setting"] if settings else []), *(f"{rate:g}" for rate in all_rates), "Best rate"],
         rows,
         notes,
@@ -151,7 +151,7 @@ def _verdict_cell(comparison: Comparison) -> Cell:
 
 
 def _claimed_cell(comparison: Comparison) -> Cell:
-    return text_cell(comparison.side or "–", "on which side of zero the difference is claimed to be")
+    return text_cell(comparison.side or "–", "the claimed sign of the difference")
 
 
 def _any_interval(found: list[Claim]) -> bool:
@@ -159,14 +159,14 @@ def _any_interval(found: list[Claim]) -> bool:
 
 
 def _chance(found: list[Claim]) -> str:
-    """How many intervals miss zero by chance alone."""
+    """The expected number of intervals that exclude zero by chance."""
     count = sum(c.verdict != "" and c.delta.interval is not None for claim in found for c in claim.compared if c.delta)
     expected = 0.05 * count
     if expected < 1:
         return ""
     return (
-        f"Of these {count} intervals about {expected:.0f} would leave out zero by chance alone if there were no "
-        "difference anywhere; a verdict that stands alone among its neighbours is weak."
+        f"Of these {count} intervals, about {expected:.0f} would exclude zero by chance if there were no differences; "
+        "an isolated verdict is weak evidence."
     )
 
 

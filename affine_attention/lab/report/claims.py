@@ -1,11 +1,11 @@
-"""Turns groups of runs into the paper's claims, each with the differences that speak for or against it."""
+"""The paper's claims, each with the differences between groups of runs that support or contradict it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import inside
+from . import attention_measures as attention
 from .groups import Group
 from .measures import (
     Measure,
@@ -18,12 +18,12 @@ from .measures import (
 from .settings import Setting, main_settings, settings_of
 from .verdicts import Comparison, compare, compare_gaps
 
-SIGMOID = "(activation=sigmoid)"  # ends the name of a variant that differs in this alone
+SIGMOID = "(activation=sigmoid)"  # suffix of the name of a variant that differs only in this
 
 
 @dataclass
 class Claim:
-    """A sentence of the paper (or a control that it leaves out) and its comparisons, the headline first."""
+    """A claim of the paper (or a control that the paper lacks) and its comparisons, the main one first."""
 
     key: str
     title: str
@@ -34,17 +34,17 @@ class Claim:
 
     @property
     def compared(self) -> list[Comparison]:
-        """Those that have a difference."""
+        """The comparisons that have a difference."""
         return [comparison for comparison in self.comparisons if comparison.delta is not None]
 
     @property
     def absent(self) -> list[str]:
-        """Mechanisms that the claim needs and that have no run."""
+        """Mechanisms that the claim needs but that have no run."""
         return list(dict.fromkeys(name for comparison in self.comparisons for name in comparison.absent))
 
 
 def claims(groups: list[Group]) -> list[Claim]:
-    """Every claim, judged in the main setting of each student: mechanisms compare at otherwise equal settings."""
+    """Every claim, tested in the main setting of each student, where all other settings are equal."""
     chosen = main_settings(settings_of(groups))
     quality = [*loss_measures(groups), *perplexity_measures(groups)]
     average = [measure for measure in task_measures(groups) if measure.label.startswith("Avg.")]
@@ -76,7 +76,7 @@ _BOTH = (("affine", "softmax"), ("affine", "sink"))
 def _loss(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     return Claim(
         "claim-loss", "Lower loss", "5.2, Table 1, Figures 7 and 10",
-        "Affine-Scaled Attention trains to a lower loss than softmax and than a learned sink, and has a lower "
+        "Affine-Scaled Attention reaches a lower training loss than softmax and than a learned sink, and a lower "
         "perplexity on held-out text.",
         _pairs(setting, _BOTH, quality),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def _loss(setting: Setting, quality: list[Measure], average: list[Measure]) -> C
 def _accuracy(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     return Claim(
         "claim-accuracy", "Higher zero-shot accuracy", "5.2, Table 1",
-        "Affine-Scaled Attention has the best average accuracy on tasks of common sense.",
+        "Affine-Scaled Attention has the best average accuracy on common-sense tasks.",
         _pairs(setting, _BOTH, average),
     )  # fmt: skip
 
@@ -93,10 +93,10 @@ def _accuracy(setting: Setting, quality: list[Measure], average: list[Measure]) 
 def _gradients(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     chosen = [measure for measure in gradient_measures() if measure.label in ("Variance", "CV")]
     steps = max((run.steps for group in setting.groups for run in group.runs), default=0)
-    notes = [f"Of steps 0–500 of the log; the longest run here has {steps:,} steps."] if steps < 500 else []
+    notes = [f"From steps 0–500 of the log; the longest run has {steps:,} steps."] if steps < 500 else []
     return Claim(
         "claim-gradients", "Steadier gradients", "B.3, Tables 4 and 5, Figure 8",
-        "The gradient norm varies less early in training, and has fewer spikes.",
+        "The gradient norm has a lower variance and fewer spikes early in training.",
         _pairs(setting, _BOTH, [*chosen, *spike_measures()]),
         notes,
     )  # fmt: skip
@@ -105,32 +105,37 @@ def _gradients(setting: Setting, quality: list[Measure], average: list[Measure])
 def _first_token(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     return Claim(
         "claim-first-token", "Less weight on the first token", "4.2, Figure 4",
-        "Less attention rests on the first token than with softmax and than with a learned sink.",
-        _pairs(setting, _BOTH, [inside.FIRST_TOKEN, inside.FIRST_TOKEN_OF_SOFTMAX]),
-        ["Where rows sum to less than 1, every weight is smaller, the first token’s too. The softmax part says whether "
-         "attention also moved away from it."],
+        "The first token gets less attention than with softmax and than with a learned sink.",
+        _pairs(setting, _BOTH, [attention.FIRST_TOKEN, attention.FIRST_TOKEN_OF_SOFTMAX]),
+        ["If rows sum to less than 1, all weights are smaller, including that of the first token. The softmax part "
+         "shows whether attention moved away from it."],
     )  # fmt: skip
 
 
 def _diversity(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
-    spreads = [inside.TOTAL_WEIGHT_SPREAD, inside.SCALED_WEIGHT_SPREAD, inside.ROW_SUM_SPREAD, inside.ENTROPY_SPREAD]
+    spreads = [
+        attention.TOTAL_WEIGHT_SPREAD,
+        attention.SCALED_WEIGHT_SPREAD,
+        attention.ROW_SUM_SPREAD,
+        attention.ENTROPY_SPREAD,
+    ]
     return Claim(
         "claim-diversity", "More diverse heads", "4.1, 4.3, Figures 3 and 5",
         "Total weights differ more between the heads of a layer than with a learned sink, and the row sums of queries "
-        "spread more widely.",
+        "have a wider distribution.",
         [*_pairs(setting, [("affine", "sink")], spreads),
-         *_pairs(setting, [("affine", "softmax")], [inside.ENTROPY_SPREAD])],
-        ["The paper shows heatmaps and gives no number; these are standard deviations over the heads of a layer. With "
-         "softmax every head weighs exactly 1, so total weights are compared with the sink, as in Figure 5. The "
-         "entropy of the softmax part says whether heads also look at different things."],
+         *_pairs(setting, [("affine", "softmax")], [attention.ENTROPY_SPREAD])],
+        ["The paper shows heatmaps without numbers; these are standard deviations over the heads of a layer. With "
+         "softmax the total weight of every head is exactly 1, so total weights are compared with the sink, as in "
+         "Figure 5. The entropy of the softmax part shows whether heads also attend differently."],
     )  # fmt: skip
 
 
 def _entropy(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     plain = ("affine", "softmax")
     parts = [
-        *_pairs(setting, [plain], [inside.ENTROPY, inside.ENTROPY_OF_SOFTMAX]),
-        *_pairs(setting, [plain], [inside.ENTROPY_OF_BIAS], side=""),
+        *_pairs(setting, [plain], [attention.ENTROPY, attention.ENTROPY_OF_SOFTMAX]),
+        *_pairs(setting, [plain], [attention.ENTROPY_OF_BIAS], side=""),
     ]
     notes = []
     whole, learned, added = (part.delta for part in parts)
@@ -138,13 +143,13 @@ def _entropy(setting: Setting, quality: list[Measure], average: list[Measure]) -
         place = f"{setting.label}: " if setting.label else ""
         notes.append(
             f"{place}Of {_signed(whole.mean)} nats, {_signed(learned.mean)} are in the softmax part and "
-            f"{_signed(added.mean)} come from β, which adds weight evenly to all keys where α is below its running "
-            "average and takes it away where α is above: the formula does that whatever was learned."
+            f"{_signed(added.mean)} come from β, which adds the same weight to all keys if α is below its running "
+            "average and subtracts it if α is above: a property of the formula, independent of what was learned."
         )
     return Claim(
         "claim-entropy", "Higher entropy", "4.4, Figure 6",
         "Attention is spread over more tokens than with softmax and than with a learned sink.",
-        [*parts, *_pairs(setting, [("affine", "sink")], [inside.ENTROPY, inside.ENTROPY_OF_SOFTMAX])],
+        [*parts, *_pairs(setting, [("affine", "sink")], [attention.ENTROPY, attention.ENTROPY_OF_SOFTMAX])],
         notes,
     )  # fmt: skip
 
@@ -161,8 +166,8 @@ def _gate(setting: Setting, quality: list[Measure], average: list[Measure]) -> C
         "claim-gate", "Affine and gate add up", "5.4, Table 2",
         "Affine scaling improves a gated model, and a gate improves an affine one.",
         found,
-        ["The last rows: what affine scaling does under a gate less what it does without. Zero: the two add up; on the "
-         "other side than affine’s own gain: together they give less than their sum."],
+        ["The last rows: the effect of affine scaling with a gate minus its effect without one. Zero means that the "
+         "effects add up; the opposite sign of affine’s own gain means that together they gain less than the sum."],
     )  # fmt: skip
 
 
@@ -185,9 +190,9 @@ def _activation(setting: Setting, quality: list[Measure], average: list[Measure]
 def _controls(setting: Setting, quality: list[Measure], average: list[Measure]) -> Claim:
     pairs = [("affine", "head_gated"), ("affine", "affine_no_bias"), ("sink", "softmax"), ("gated", "softmax")]
     return Claim(
-        "claim-controls", "Controls that the paper leaves out", "not in the paper",
-        "“holds” says that the first of the two is better. head_gated scales each head with as many parameters as "
-        "affine, without touching the softmax; affine_no_bias is affine with β = 0.",
+        "claim-controls", "Controls that the paper lacks", "not in the paper",
+        "“holds” means that the first of the two is better. head_gated scales each head with as many parameters as "
+        "affine, without changing the softmax; affine_no_bias is affine with β = 0.",
         _pairs(setting, pairs, quality),
     )  # fmt: skip
 

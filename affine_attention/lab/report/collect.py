@@ -1,4 +1,4 @@
-"""Reads run folders, whole or half-written, into Run objects that also know what is missing or broken in them."""
+"""Reads run folders, complete or not, into Run objects that also list what is missing or broken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEEPEST = 60  # levels of nested JSON
 
 @dataclass
 class Run:
-    """One run folder in memory. What could not be read is named in `problems` and left empty."""
+    """One run folder in memory. Files that could not be read are listed in `problems`, and their data is empty."""
 
     folder: RunFolder
     recipe: dict[str, Any]
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def seeds(self) -> tuple[Any, Any]:
-        """(seed, data_seed): what tells the repetitions of one setting apart."""
+        """(seed, data_seed), which distinguish the repetitions of a setting."""
         return self.recipe.get("seed", 0), self.recipe.get("data_seed", 0)
 
     @property
@@ -75,17 +75,17 @@ class Run:
 
     @property
     def tokens(self) -> float:
-        """Tokens trained on so far, by the log."""
+        """Training tokens so far, from the log."""
         return last_number(self.log, "tokens")
 
     @property
     def finished(self) -> bool:
-        """True with a finished model in the folder, or with the word of the events that there was one."""
+        """True if the folder holds a model, or if the events record that training finished."""
         return self.folder.finished or any(event.get("event") == "finish" for event in self.events)
 
     @property
     def status(self) -> str:
-        """finished, stopped at step n of m, ..., or not started."""
+        """ "finished", "stopped at step n of m", ..., or "not started"."""
         if self.finished:
             return "finished"
         if not self.log:
@@ -95,23 +95,23 @@ class Run:
         return f"{word} at step {self.steps}" + (f" of {self.planned_steps}" if self.planned_steps else "")
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of one number of the log; steps without that number are left out, null stays as NaN."""
+        """Steps and values of one entry of the log; steps without it are skipped, null becomes NaN."""
         if ("series", key) not in self._read:
             found = [(entry["step"], number(entry[key])) for entry in self.log if key in entry]
-            if key == "eval_loss":  # may be written as null on the steps that have none
+            if key == "eval_loss":  # may be null for steps without an evaluation
                 found = [(step, value) for step, value in found if not math.isnan(value)]
             steps, values = zip(*found, strict=True) if found else ((), ())
             self._read["series", key] = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
         return self._read["series", key]
 
     def probes(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps [P] and values [P, layers, heads] of a probed quantity; layers that a step lacks are NaN."""
+        """Steps [P] and values [P, layers, heads] of a probed quantity; missing layers are NaN."""
         if ("probes", key) not in self._read:
             found = [(entry["step"], grid(entry[key])) for entry in self.log if isinstance(entry.get(key), list)]
             layers = max((values.shape[0] for _, values in found), default=0)
             heads = max((values.shape[1] for _, values in found), default=0)
             if len(found) * layers * heads > 16 * LARGEST_GRID:
-                self.note(f"log.jsonl: {key} has more layers and heads than a model can have, and was left out")
+                self.note(f"log.jsonl: {key} has more layers and heads than a model can have, and was ignored")
                 found, layers, heads = [], 0, 0
             stacked = np.full((len(found), layers, heads), np.nan)
             for index, (_, values) in enumerate(found):
@@ -134,11 +134,11 @@ class Run:
         return [str(token) for token in tokens] if isinstance(tokens, list) else []
 
     def maps(self) -> dict[int, np.ndarray]:
-        """Signed attention weights [heads, n, n] by layer; empty where none were kept."""
+        """Signed attention weights [heads, n, n] by layer; empty if none were stored."""
         if not self.folder.maps_file.is_file():
             return {}
         if self.folder.maps_file.stat().st_size > LARGEST_MAPS:
-            self.note(f"inspection/maps.safetensors has more than {LARGEST_MAPS:,} bytes and was left out")
+            self.note(f"inspection/maps.safetensors has more than {LARGEST_MAPS:,} bytes and was ignored")
             return {}
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -161,7 +161,7 @@ class Run:
 
 
 def load_run(path: Path | str | Run) -> Run:
-    """Reads a run folder; what is broken inside it is noted, a folder without a run is an error."""
+    """Reads a run folder; broken files are noted in `problems`, a folder without a run raises."""
     if isinstance(path, Run):
         return path
     folder = open_run(path)
@@ -177,20 +177,19 @@ def load_run(path: Path | str | Run) -> Run:
     run.inspection = _table(run, folder.inspection_file)
     run.events = _lines(run, folder.events_file)
     run.log = _steps(_lines(run, folder.log_file))
-    said = run.inspection.get("missing")
-    run.problems += [f"inspection: {words}" for words in said] if isinstance(said, list) else []
+    missing = run.inspection.get("missing")
+    run.problems += [f"inspection: {words}" for words in missing] if isinstance(missing, list) else []
     return run
 
 
 def load_runs(
     paths: Path | str | Run | Iterable[Path | str | Run], unreadable: dict[str, str] | None = None
 ) -> list[Run]:
-    """One path or several; a folder that is given twice is read once.
+    """Reads one or several run folders; duplicates are read once.
 
     Args:
-        paths: folders of runs.
-        unreadable: where given, a run that cannot be read is noted here with the reason and the others are read; an
-            error is raised where none can be read.
+        paths: run folders.
+        unreadable: if given, collects runs that cannot be read with the reason; raises only if none can be read.
     """
     several = [paths] if isinstance(paths, Path | str | Run) else list(paths)
     runs: dict[Path, Run] = {}
@@ -198,7 +197,7 @@ def load_runs(
         try:
             run = load_run(path)
         except (ValueError, OSError) as error:
-            # A folder without any run is a wrong path, not an unreadable run.
+            # A folder without a run is a wrong path, not an unreadable run.
             if unreadable is None or len(several) == 1 or isinstance(error, FileNotFoundError):
                 raise
             unreadable[str(path)] = str(error)
@@ -210,7 +209,7 @@ def load_runs(
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Refuses JSON that is nested more deeply than anything that this package writes."""
+    """Raises ValueError for JSON that is nested more deeply than this package ever writes."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -221,29 +220,29 @@ def check_depth(value: Any, where: str) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"{where} is JSON that is nested more than {DEEPEST} levels deep; was it edited?")
+    raise ValueError(f"{where} is JSON nested more than {DEEPEST} levels deep; was it edited?")
 
 
 def number(value: Any) -> float:
-    """A float, with NaN for what is not a finite number."""
+    """A float; NaN for anything that is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     if isinstance(value, int) and abs(value) >= 2**1000:
-        return math.nan  # no float holds it
+        return math.nan  # too large for a float
     return float(value) if math.isfinite(value) else math.nan
 
 
 def grid(value: Any) -> np.ndarray:
-    """Nested lists [layers][heads] as an array; a missing layer, head or number is NaN, a flat list is one column."""
+    """Nested lists [layers][heads] as an array; missing layers, heads or numbers are NaN; a flat list is one column."""
     if not isinstance(value, list) or not value:
         return np.zeros((0, 0))
-    with contextlib.suppress(ValueError, TypeError):  # the usual case, whole and rectangular
+    with contextlib.suppress(ValueError, TypeError):  # the usual case, complete and rectangular
         whole = np.array(value, dtype=np.float64)
         if whole.ndim == 2:
             return np.where(np.isfinite(whole), whole, np.nan)
     rows = [row if isinstance(row, list) else ([] if row is None else [row]) for row in value]
     if len(rows) * max(map(len, rows), default=0) > LARGEST_GRID:
-        return np.zeros((0, 0))  # one long row among many short ones: no layers and heads
+        return np.zeros((0, 0))  # not [layers][heads], such as one long row among many short ones
     filled = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
     for index, row in enumerate(rows):
         filled[index, : len(row)] = [number(entry) for entry in row]
@@ -261,16 +260,16 @@ def _table(run: Run, path: Path) -> dict[str, Any]:
         found = parse_json(read_bytes(path).decode("utf-8", errors="replace"), path.name)
         check_depth(found if isinstance(found, dict) else {}, path.name)
     except (ValueError, OSError) as error:
-        run.note(f"{error}; it was left out")
+        run.note(f"{error}; it was ignored")
         return {}
     if not isinstance(found, dict):
-        run.note(f"{path.name} holds no table and was left out")
+        run.note(f"{path.name} is not a JSON object and was ignored")
         return {}
     return found
 
 
 def _lines(run: Run, path: Path) -> list[dict[str, Any]]:
-    """The objects of a jsonl file. A killed process leaves half a line at the end: a note, not an error."""
+    """The objects of a jsonl file. Broken lines, such as the incomplete last line of a killed process, are noted."""
     if not is_there(path):
         return []
     found, broken = [], 0
@@ -292,12 +291,12 @@ def _lines(run: Run, path: Path) -> list[dict[str, Any]]:
         else:
             broken += 1
     if broken:
-        run.note(f"{broken} broken line{'s' * (broken > 1)} of {path.name} left out")
+        run.note(f"{broken} broken line{'s' * (broken > 1)} of {path.name} ignored")
     return found
 
 
 def _steps(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a step, in order; of a step that was written twice the later one counts."""
+    """One entry per step, in order; if a step was written twice, the later entry is used."""
     by_step = {}
     for entry in entries:
         step = entry.get("step")

@@ -1,4 +1,4 @@
-// The attention-map explorer: two maps of one layer and head side by side, and the text coloured by what a token reads.
+// The attention-map explorer: two maps of one layer and head side by side, and the text coloured by attention weight.
 
 // Weights of one packed map as a lookup (head, row, column) -> number; head -1 is the mean of all heads.
 function unpack(entry) {
@@ -46,8 +46,8 @@ function mountExplorer(figure) {
     choose("Right", names, state.second, (value) => { state.second = value; }),
     choose("Layer", layers.map((layer) => [layer, `layer ${layer}`]), state.layer, (value) => { state.layer = value; }),
     choose("Head", [[-1, "mean of heads"], ...Array.from({ length: heads }, (_, k) => [k, `head ${k}`])], state.head, (value) => { state.head = value; }),
-    choose("Tokens", [[30, "first 30, as the paper"], [1000, "all that are kept"]], state.block, (value) => { state.block = value; }));
-  const stage = element("div", { class: "stage", tabindex: 0, role: "application", "aria-label": "Attention maps; arrow keys walk over the cells" });
+    choose("Tokens", [[30, "first 30, as the paper"], [1000, "all stored tokens"]], state.block, (value) => { state.block = value; }));
+  const stage = element("div", { class: "stage", tabindex: 0, role: "application", "aria-label": "Attention maps; arrow keys move between cells" });
   const said = element("p", { class: "said", role: "status", "aria-live": "polite" });
   const reading = element("div", { class: "reading" });
   const tools = element("div", { class: "tools" },
@@ -69,7 +69,7 @@ function mountExplorer(figure) {
         for (let c = 0; c < (map.causal ? r + 1 : sizeOf(map)); c++) reach = Math.max(reach, Math.abs(weight(map, r, c)));
     return reach || 1;
   };
-  // Square roots in the colour, so that weights of one per cent can be told from none.
+  // Square root in the colour scale, so that weights of 1 % are visible.
   const paint = (value, reach, theme) => mix(theme.signed, 0.5 + (Math.sign(value) * Math.sqrt(Math.abs(value) / reach)) / 2);
 
   function render(theme, width) {
@@ -118,7 +118,7 @@ function mountExplorer(figure) {
     say();
   }
 
-  // Marks the chosen cell in both maps, and says and colours what its row reads.
+  // Marks the selected cell in both maps, and shows the weights of its row in text and colour.
   function say() {
     const theme = THEMES[themeName()];
     drawn.cursor.replaceChildren();

@@ -1,4 +1,4 @@
-"""Sorts runs into groups of one setting with its seeds, and gives each group its label, colour and dash."""
+"""Groups runs by setting (the seeds of a setting are one group), with a label, a colour and a dash pattern each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .collect import Run
 
 BASELINE = "softmax"
 
-# Colour-blind safe (after Okabe and Ito), each (on white, on dark); the page and the matplotlib figures share them.
+# Colour-blind safe (after Okabe and Ito), as (on white, on dark).
 COLOURS = {
     "softmax": ("#5c6570", "#aab3bf"),
     "sink": ("#d17f00", "#f0a830"),
@@ -26,7 +26,7 @@ COLOURS = {
 OTHER_COLOURS = (("#6a4fb3", "#ab97f0"), ("#7a5230", "#c79a72"), ("#3f7d20", "#93cf70"), ("#a01830", "#f07f90"))
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
 
-# Settings that say how a run is stored, watched or spread over devices, not what is trained.
+# Settings that affect how a run is stored, logged or distributed, but not what is trained.
 BOOKKEEPING = {
     *("name", "seed", "data_seed", "mechanism", "device_batch", "gradient_checkpointing", "compile"),
     *("save_every", "keep_checkpoints", "probe_every", "eval_every", "streaming", "remember_teacher"),
@@ -35,7 +35,7 @@ BOOKKEEPING = {
 
 @dataclass
 class Group:
-    """Runs that differ in their seeds only."""
+    """Runs that differ only in their seeds."""
 
     recipe_name: str
     mechanism_name: str
@@ -47,7 +47,7 @@ class Group:
 
     @property
     def method(self) -> str:
-        """The mechanism and what tells it from its variants, without the recipe."""
+        """The mechanism and its variant, without the recipe."""
         return self.mechanism_name + (f" ({self.variant})" if self.variant else "")
 
     @property
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def settings(self) -> str:
-        """Everything that is trained but the mechanism: a baseline must have the same."""
+        """All training settings except the mechanism; a baseline must have the same."""
         return _frozen(_training(self.runs[0]))
 
     @property
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def paper_size(self) -> str | None:
-        """0.5B, 1B or 3B when this is the paper's own setting, unchanged; else None."""
+        """0.5B, 1B or 3B if this is exactly the paper's setting; else None."""
         size, recipe = paper_numbers.SIZES.get(self.recipe_name), self.runs[0].recipe
         if size is None or recipe.get("teacher") is None or recipe.get("student") != paper_numbers.STUDENTS[size]:
             return None
@@ -77,7 +77,7 @@ class Group:
 
 
 def group_runs(runs: list[Run]) -> list[Group]:
-    """Groups in the order of recipes as given, the baseline first in each."""
+    """Groups in the order of the recipes, the baseline first in each recipe."""
     found: dict[tuple[str, str, str], Group] = {}
     for run in runs:
         key = (run.recipe_name, _frozen(run.mechanism), _frozen(_training(run)))
@@ -96,7 +96,7 @@ def group_runs(runs: list[Run]) -> list[Group]:
 
 
 def baseline_of(group: Group, groups: list[Group]) -> Group | None:
-    """The softmax group with the same recipe and, but for the mechanism, the same settings."""
+    """The softmax group with the same recipe and the same settings except for the mechanism."""
     if group.is_baseline:
         return None
     for other in groups:
@@ -106,13 +106,13 @@ def baseline_of(group: Group, groups: list[Group]) -> Group | None:
 
 
 def _label(groups: list[Group], several_recipes: bool) -> None:
-    """Names what differs between groups that share a recipe and a mechanism's name: `affine (learning_rate=0.002)`.
+    """Labels groups by what differs within a recipe and mechanism: `affine (learning_rate=0.002)`.
 
-    What a preset has anyway, or most runs of the recipe have, is not said: `affine` and `affine (activation=sigmoid)`.
+    Values of the preset, or of most runs of the recipe, are omitted: `affine` and `affine (activation=sigmoid)`.
     """
     for group in groups:
-        kin = [g for g in groups if (g.recipe_name, g.mechanism_name) == (group.recipe_name, group.mechanism_name)]
-        tables = [_flat(g.runs[0]) for g in kin]
+        related = [g for g in groups if (g.recipe_name, g.mechanism_name) == (group.recipe_name, group.mechanism_name)]
+        tables = [_flat(g.runs[0]) for g in related]
         mine = _flat(group.runs[0])
         keys = dict.fromkeys(key for table in tables for key in table)
         usual = _preset(group.mechanism_name) | _of_most_runs(group.recipe_name, groups)
@@ -129,8 +129,8 @@ def _label(groups: list[Group], several_recipes: bool) -> None:
             group.label = f"{group.recipe_name}: {group.label}"
 
 
-def unsaid(groups: list[Group]) -> str:
-    """What labels leave out because most runs of a recipe have it, as a sentence; empty where nothing is left out."""
+def omitted_settings(groups: list[Group]) -> str:
+    """A sentence about the settings that labels omit because most runs of a recipe share them; "" if there are none."""
     sentences = []
     for recipe in dict.fromkeys(group.recipe_name for group in groups):
         tables = [_flat(group.runs[0]) for group in groups if group.recipe_name == recipe]
@@ -142,16 +142,16 @@ def unsaid(groups: list[Group]) -> str:
         ]
         if left_out:
             sentences.append(f"{recipe}: {', '.join(left_out)}")
-    return f"Where a name says nothing else, {'; '.join(sentences)}." if sentences else ""
+    return f"Unless a label says otherwise: {'; '.join(sentences)}." if sentences else ""
 
 
 def _is_of_presets(key: str) -> bool:
-    """What makes a mechanism the one that it is; its name says it."""
+    """True for settings that differ between presets, so that the name of the mechanism implies them."""
     return len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
 
 
 def _of_most_runs(recipe: str, groups: list[Group]) -> dict[str, Any]:
-    """The values that more than half of a recipe's runs have, of settings that no mechanism's name stands for."""
+    """The values that more than half of a recipe's runs have, for settings that the mechanism's name does not imply."""
     held: dict[str, dict[str, int]] = {}
     values: dict[str, Any] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""Pools the histograms of inspected runs over heads and seeds, for all layers together and one by one."""
+"""Pools the histograms of inspected runs over heads and seeds, for all layers together and for each layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .text import short
 
 
 def histogram_views(groups: list[Group], key: str) -> list[dict[str, Any]]:
-    """Views of all layers, then `layer 0`, ..: one panel a group with edges, shares, mean and median.
+    """Views of all layers, then `layer 0`, ..: one panel per group with edges, shares, mean and median.
 
-    Row sums come averaged over heads, as the paper's Fig. 3 has them, and head by head; alphas head by head.
+    Row sums are shown averaged over heads, as in the paper's Fig. 3, and per head; alphas per head.
     """
     averaged = [(index, group, _pooled(group, key, "over_heads")) for index, group in enumerate(groups)]
     by_head = [(index, group, _pooled(group, key, "histogram")) for index, group in enumerate(groups)]
@@ -24,7 +24,7 @@ def histogram_views(groups: list[Group], key: str) -> list[dict[str, Any]]:
     views = [{"name": "all layers", "panels": _panels(first, None)}]
     if first is averaged:
         views[0]["name"] = "averaged over heads, all layers"
-        views.append({"name": "each head by itself, all layers", "panels": _panels(by_head, None)})
+        views.append({"name": "single heads, all layers", "panels": _panels(by_head, None)})
     views += [
         {"name": f"layer {layer}", "panels": _panels(first, layer)} for layer in range(layers if layers > 1 else 0)
     ]
@@ -47,7 +47,7 @@ def _panels(pooled: list[tuple[int, Group, Pooled]], layer: int | None) -> list[
 
 
 def _pooled(group: Group, key: str, kind: str) -> Pooled:
-    """Edges [bins + 1] and counts [layers, bins] over heads and seeds; seeds with other bins are left out."""
+    """Edges [bins + 1] and counts [layers, bins] over heads and seeds; seeds with other bins are skipped."""
     edges: np.ndarray | None = None
     total: np.ndarray | None = None
     for run in group.runs:
@@ -59,12 +59,12 @@ def _pooled(group: Group, key: str, kind: str) -> Pooled:
         elif np.array_equal(edges, found[0]) and total.shape == found[1].shape:
             total = total + found[1]
         else:
-            run.note(f"its {key} histogram has other bins or layers than the other seeds' and is not in the pooled one")
+            run.note(f"its {key} histogram has other bins or layers than the other seeds and was not pooled")
     return None if edges is None or total is None else (edges, total)
 
 
 def describe(edges: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-    """Shares of a histogram without its empty ends, and the mean and median that its bins give."""
+    """Shares of a histogram without its empty ends, and the mean and median computed from its bins."""
     filled = np.flatnonzero(counts)
     first, last = int(filled[0]), int(filled[-1])
     share = counts / counts.sum()

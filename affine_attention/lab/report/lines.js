@@ -77,7 +77,7 @@ function lineChart(figure, view, state, width, theme) {
         if (place) plot.append(svg("circle", { cx: place[0], cy: place[1], r: 3, fill: colourOf(line, theme) }));
       });
   }
-  if (!lines.length) axisLabel(root, "every line is switched off", (frame.left + frame.right) / 2, height / 2, theme, { "text-anchor": "middle" });
+  if (!lines.length) axisLabel(root, "all lines are hidden", (frame.left + frame.right) / 2, height / 2, theme, { "text-anchor": "middle" });
 
   const cursor = svg("g", { "pointer-events": "none" });
   root.append(cursor);
@@ -92,7 +92,7 @@ function lineChart(figure, view, state, width, theme) {
       places.forEach((place, k) => { if (Math.abs(place - target) < Math.abs(places[best] - target)) best = k; });
       return best;
     },
-    // Marks a place and says what is there.
+    // Marks a position and returns the values there.
     point(index) {
       const place = places[index];
       cursor.replaceChildren(svg("line", { x1: x(place), x2: x(place), y1: frame.top, y2: frame.bottom, stroke: theme.axis, "stroke-dasharray": "3 3" }));
@@ -128,7 +128,7 @@ function band(line, point, colour) {
   return svg("path", { d: text && text + "Z", fill: colour, opacity: 0.15 });
 }
 
-// Exponential smoothing that starts without a bias to zero.
+// Exponential smoothing with bias correction.
 function smoothed(values, amount) {
   let sum = 0, weight = 0;
   return values.map((value) => {
@@ -153,31 +153,42 @@ function signed(value, digits) {
   return (value > 0 ? "+" : "") + value.toFixed(digits).replace("-", "−");
 }
 
-// Dots with 95 % intervals against a line at zero.
+// Dots with 95 % intervals and a line at zero. Names and values have their own columns on a wide screen and their own
+// lines on a narrow one, so that neither the zero line nor an interval crosses them.
 function forestChart(figure, view, state, width, theme) {
-  const narrow = width < 560, step = narrow ? 64 : 46, height = 30 + step * view.rows.length + 44;
+  const narrow = width < 560, step = narrow ? 64 : 34, height = 30 + step * view.rows.length + 44;
   const root = canvas(width, height, theme, `${figure.title}, ${view.name}`);
-  const ends = extent(view.rows.flatMap((row) => [row.mean, row.low, row.high, 0]));
-  const x = linear(padded(ends, 0.08), [16, width - 16]);
-  const bottom = height - 40;
-  for (const tick of x.ticks(Math.max(3, Math.floor(width / 120)))) {
-    root.append(svg("line", { x1: x(tick), x2: x(tick), y1: 24, y2: bottom, stroke: theme.grid }));
-    axisLabel(root, shown(tick), x(tick), bottom + 16, theme, { "text-anchor": "middle" });
-  }
-  root.append(svg("line", { x1: x(0), x2: x(0), y1: 20, y2: bottom, stroke: theme.ink, "stroke-width": 1.2 }));
-  axisLabel(root, "softmax", x(0), 14, theme, { "text-anchor": "middle" });
-  axisLabel(root, `${view.x} (${view.better} is better)`, width / 2, height - 6, theme, { "text-anchor": "middle" });
-  const marks = view.rows.map((row, k) => {
-    const top = 28 + step * k, middle = top + (narrow ? 46 : 28), colour = colourOf(row, theme);
+  const texts = view.rows.map((row) => {
     const half = row.low === null ? null : (row.high - row.low) / 2;
     const value = signed(row.mean, view.digits) + (half === null ? "" : ` ± ${half.toFixed(view.digits)}`);
-    const seeds = row.seeds === 1 ? "1 seed, no interval" : `${row.seeds} seeds`;
-    root.append(svg("text", { x: 16, y: top + 12, "font-weight": 600, stroke: theme.ground, "stroke-width": 4, "paint-order": "stroke" }, fitted(row.name, narrow ? width - 24 : width * 0.5)));
-    root.append(svg("text", { x: narrow ? 16 : width - 16, y: narrow ? top + 28 : top + 12, "text-anchor": narrow ? "start" : "end", fill: theme.muted, stroke: theme.ground, "stroke-width": 4, "paint-order": "stroke" }, `${value}  (${seeds})`));
-    if (half !== null) root.append(svg("line", { x1: x(row.low), x2: x(row.high), y1: middle, y2: middle, stroke: colour, "stroke-width": 3, "stroke-linecap": "round", opacity: 0.6 }));
-    root.append(svg("circle", { cx: x(row.mean), cy: middle, r: 5.5, fill: half === null ? theme.ground : colour, stroke: colour, "stroke-width": 2 }));
+    return `${value}  (${row.seeds === 1 ? "1 seed, no interval" : `${row.seeds} seeds`})`;
+  });
+  const names = narrow ? width - 24 : Math.min(width * 0.3, Math.max(60, ...view.rows.map((row) => textWidth(row.name))));
+  const values = Math.max(...texts.map((text) => textWidth(text, 12, 400)));
+  const left = narrow ? 16 : 16 + names + 24, right = narrow ? width - 16 : width - 16 - values - 24;
+  const ends = extent(view.rows.flatMap((row) => [row.mean, row.low, row.high, 0]));
+  const x = linear(padded(ends, 0.08), [left, right]);
+  const bottom = height - 40;
+  const vertical = (value, look) => {
+    if (!narrow) root.append(svg("line", { x1: x(value), x2: x(value), y1: 20, y2: bottom, ...look }));
+    else view.rows.forEach((_, k) => root.append(svg("line", { x1: x(value), x2: x(value), y1: 62 + step * k, y2: 92 + step * k, ...look })));
+  };
+  for (const tick of x.ticks(Math.max(3, Math.floor((right - left) / 120)))) {
+    vertical(tick, { stroke: theme.grid });
+    axisLabel(root, shown(tick), x(tick), bottom + 16, theme, { "text-anchor": "middle" });
+  }
+  vertical(0, { stroke: theme.ink, "stroke-width": 1.2, class: "zero" });
+  axisLabel(root, "softmax", x(0), 14, theme, { "text-anchor": "middle" });
+  axisLabel(root, `${view.x} (${view.better} is better)`, (left + right) / 2, height - 6, theme, { "text-anchor": "middle" });
+  const marks = view.rows.map((row, k) => {
+    const top = 28 + step * k, middle = top + (narrow ? 48 : step / 2), colour = colourOf(row, theme);
+    const interval = row.low !== null;
+    root.append(svg("text", { x: 16, y: narrow ? top + 12 : middle + 4, "font-weight": 600, class: "row-name" }, fitted(row.name, names)));
+    root.append(svg("text", { x: narrow ? 16 : width - 16, y: narrow ? top + 28 : middle + 4, "text-anchor": narrow ? "start" : "end", fill: theme.muted, class: "row-value" }, texts[k]));
+    if (interval) root.append(svg("line", { x1: x(row.low), x2: x(row.high), y1: middle, y2: middle, stroke: colour, "stroke-width": 3, "stroke-linecap": "round", opacity: 0.6 }));
+    root.append(svg("circle", { cx: x(row.mean), cy: middle, r: 5.5, fill: interval ? colour : theme.ground, stroke: colour, "stroke-width": 2 }));
     const rows = [{ name: "mean difference", value: shown(row.mean), colour }];
-    if (half !== null) rows.push({ name: "95 % interval", value: `${shown(row.low)} to ${shown(row.high)}` });
+    if (interval) rows.push({ name: "95 % interval", value: `${shown(row.low)} to ${shown(row.high)}` });
     rows.push({ name: "seeds", value: String(row.seeds) });
     return { x: 0, y: top, w: width, h: step, title: row.name, rows };
   });

@@ -1,4 +1,4 @@
-"""Packs attention maps into the few megabytes that a page can carry."""
+"""Packs attention maps into a few megabytes for the page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .groups import Group
 from .text import short, visible
 
 BUDGET = 3_600_000  # bytes of weights for the whole page, before base64
-LONGEST = 64  # tokens; cells of a longer map would be too small to point at
-SHORTEST = 30  # the block that the paper's Fig. 9 shows
+LONGEST = 64  # tokens; the cells of a larger map would be too small
+SHORTEST = 30  # tokens, as in the paper's Fig. 9
 
 
 def packed_maps(groups: list[Group]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Maps of every run where they fit, else of each group's first seed; with notes on what was left out."""
+    """Maps of every run if they fit, else of each group's first seed; with notes about omitted maps."""
     loaded: list[tuple[int, Run, dict[int, np.ndarray]]] = []
     for index, group in enumerate(groups):
         loaded += [(index, run, maps) for run in group.runs if (maps := run.maps())]
@@ -28,23 +28,23 @@ def packed_maps(groups: list[Group]) -> tuple[list[dict[str, Any]], list[str]]:
     if any(_size(maps, SHORTEST, 1) > share for _, _, maps in loaded):
         firsts = {index: (index, run, maps) for index, run, maps in reversed(loaded)}
         if len(firsts) < len(loaded):
-            notes.append("Maps of the first seed of each mechanism; those of the other seeds are in their run folders.")
+            notes.append("Maps are shown for the first seed of each mechanism; the others are in their run folders.")
         loaded, share = sorted(firsts.values(), key=lambda found: found[0]), BUDGET // len(firsts)
     packed = []
     for index, run, maps in loaded:
         entry = pack(maps, run.map_tokens, share)
         kept, there = len(entry["layers"]), len(maps)
         if kept < there:
-            notes.append(f"{short(groups[index].label)}: {kept} of {there} layers, evenly spaced, for a small page.")
+            notes.append(f"{short(groups[index].label)}: {kept} of {there} layers, evenly spaced, to save space.")
         packed.append({"group": index, "seed": visible(run.seed_label), **entry})
     return packed, notes
 
 
 def pack(maps: dict[int, np.ndarray], tokens: list[str], share: int) -> dict[str, Any]:
-    """The first n tokens of each map as integers; n, the layers kept and the bits follow from the share of bytes.
+    """The first n tokens of each map as integers; n, the layers and the bits are chosen to fit into `share` bytes.
 
-    A weight is sign · scale · (q / top)², with one scale for each layer and head: small weights, which equal steps
-    would round to zero, keep their digits. Rows end at the diagonal unless something is above it.
+    A weight is sign · scale · (q / top)², with one scale per layer and head, so that small weights are not rounded to
+    zero. Rows end at the diagonal if all weights above it are zero.
     """
     length = min(min(m.shape[1] for m in maps.values()), LONGEST)
     bits, layers = 16, list(maps)

@@ -1,4 +1,4 @@
-"""Turns the report's tables into GitHub markdown, as a file or as the marked part of one that has words of its own."""
+"""Writes the report's tables as GitHub markdown, into a new file or between two marks of an existing file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BOLD = ("best", "better", "worse")
 
 
 def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> str:
-    """Every table of the report under its section's heading; without date, so that equal runs give equal text.
+    """Every table of the report, by section; without a date, so that the same runs give the same text.
 
-    What could not be read, `unreadable` runs and files of the others, comes first, as on the page.
+    `unreadable` runs, and files of other runs that could not be read, are listed first, as on the page.
     """
     sections = [
         ("The paper’s claims", claim_tables(groups)),
@@ -44,15 +44,15 @@ def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> s
 
 
 def write_markdown(groups: list[Group], path: Path, unreadable: dict[str, str] | None = None) -> Path:
-    """Writes the tables between two marks: a new file, or that part of a file which has the marks already."""
+    """Writes the tables between two marks, into a new file or into a file that has the marks."""
     text = f"{BEGIN}\n\n{markdown(groups, unreadable)}\n{END}"
     if path.is_dir():
         raise IsADirectoryError(f"markdown must be a file, got the folder {path}; write {path / 'report.md'}")
     if path.is_file() and (before := _words_of(path)).strip():
         if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
             raise ValueError(
-                f"{path} has words and not the marks {BEGIN} and {END} once each, between which the tables go; put the "
-                "two lines where they belong, or name a new file"
+                f"{path} exists without exactly one {BEGIN} and one {END}, between which the tables are written; add "
+                "these two lines, or choose a new file"
             )
         written = before[: before.index(BEGIN)] + text + before[before.index(END) + len(END) :]
     else:
@@ -65,7 +65,7 @@ def _words_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: byte {error.start} is not UTF-8; name a new file") from error
+        raise ValueError(f"{path} is not text: byte {error.start} is not UTF-8; choose a new file") from error
 
 
 def table_markdown(table: Table) -> str:
@@ -95,13 +95,13 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text that is shown as it is: names come from outside and may hold markup. `a_b` needs no escape, `_a_` does."""
+    """Escapes markup, because names are untrusted. `a_b` needs no escape, `_a_` does."""
     marked = re.sub(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
-    # GitHub makes links of bare addresses too.
+    # GitHub also turns bare URLs into links.
     return re.sub(r"(?i)\b(https?|ftp|mailto|xmpp)(?=:)|\bwww(?=\.)", lambda found: found[0] + "\\", marked)
 
 
 def _prose(text: str) -> str:
-    """The same but for `commands`, which stay in code type."""
+    """The same, but `commands` keep their code formatting."""
     parts = re.split(r"(`[^`]*`)", visible(text))
     return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else _inline(p) for p in parts)

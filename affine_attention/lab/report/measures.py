@@ -1,4 +1,4 @@
-"""Turns a run into the numbers that tables compare, and a group of seeds into their means and differences."""
+"""The measures that tables compare: how to read them from a run, and means and differences over seeds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..inspection.gradients import LAST_STEP as EARLY
-from ..inspection.gradients import THRESHOLDS, gradient_statistics
+from ..gradient_norms import LAST_STEP as EARLY
+from ..gradient_norms import THRESHOLDS, gradient_statistics
 from . import paper_numbers
 from .collect import Run, number
 from .groups import Group
@@ -23,7 +23,7 @@ FINAL_SHARE, FINAL_LEAST = 0.02, 10  # the final loss is the mean of the last 2 
 
 @dataclass(frozen=True)
 class Measure:
-    """One column: how to read it from a run, its standard error within a run if it has one, and which way is better."""
+    """A column of a table: how to read it from a run, its standard error within a run, which direction is better."""
 
     label: str
     read: Callable[[Run], float]
@@ -33,7 +33,7 @@ class Measure:
     title: str = ""
 
     def by_seed(self, group: Group) -> dict[Any, float]:
-        """One value a seed; folders of the same seed are averaged, so that they do not count twice."""
+        """One value per seed; several folders with the same seed are averaged."""
         values: dict[Any, list[float]] = {}
         for run in counted(group):
             if not math.isnan(value := self.read(run)):
@@ -44,19 +44,19 @@ class Measure:
         return estimate(list(self.by_seed(group).values()))
 
     def error_of(self, group: Group) -> float:
-        """The standard error of a single run, where only one run carries the measure."""
+        """The standard error within a run, if only one run has the measure."""
         having = [run for run in counted(group) if not math.isnan(self.read(run))]
         return self.error(having[0]) if len(having) == 1 else math.nan
 
     def delta(self, group: Group, baseline: Group) -> Estimate | None:
-        """Group − baseline, paired by seed; nothing while a side is still training, since its numbers still move."""
+        """Group − baseline, paired by seed; None while one of them is still training."""
         if not (group.finished and baseline.finished):
             return None
         return difference(self.by_seed(group), self.by_seed(baseline))
 
 
 def counted(group: Group) -> list[Run]:
-    """The runs that a group's numbers are made of: the finished ones, or all while none has finished."""
+    """The runs that are averaged: the finished ones, or all if none has finished."""
     return [run for run in group.runs if run.finished] or group.runs
 
 
@@ -73,7 +73,7 @@ def heldout_loss(run: Run) -> float:
 
 
 def speed(run: Run) -> float:
-    """Median tokens a second."""
+    """Median tokens per second."""
     _, values = run.series("tokens_per_second")
     return float(np.nanmedian(values)) if values.size and not np.isnan(values).all() else math.nan
 
@@ -92,7 +92,7 @@ def accuracy_error(run: Run, task: str) -> float:
 
 
 def average_accuracy(run: Run, tasks: list[str]) -> float:
-    """The mean over the tasks; NaN when one of them was not measured: averages over other tasks do not compare."""
+    """The mean over the tasks; NaN if one was not measured, as averages over different tasks are not comparable."""
     return math.fsum(accuracy(run, task) for task in tasks) / len(tasks) if tasks else math.nan
 
 
@@ -103,33 +103,33 @@ def average_error(run: Run, tasks: list[str]) -> float:
 def loss_measures(groups: list[Group]) -> list[Measure]:
     found = [
         Measure("Loss", final_loss, title="mean training loss of the last 2 % of the steps, at least ten"),
-        Measure("Held-out loss", heldout_loss, title="the same loss on text that was never trained on, at the end"),
+        Measure("Held-out loss", heldout_loss, title="the same loss on held-out text, at the end of training"),
     ]
     return [measure for measure in found if _is_measured(measure, groups)]
 
 
 def perplexity_measures(groups: list[Group]) -> list[Measure]:
-    """Word perplexity of each held-out set: the form that the paper's C4 PPL fits."""
+    """Word perplexity of each held-out set: the unit that is consistent with the paper's C4 PPL."""
     names = _names(groups, "perplexity")
     return [
         Measure(
-            f"{name} PPL",
+            f"{name} word PPL",
             partial(perplexity, name=name, form="word"),
             digits=2,
-            title="perplexity per word; token and byte forms in the perplexity table",
+            title="perplexity per word; per token and per byte in the perplexity table",
         )
         for name in names
     ]
 
 
 def paper_tasks(groups: list[Group]) -> list[str]:
-    """Those of the paper's six tasks that were measured, in the order of its Table 1."""
+    """The measured tasks among the paper's six, in the order of Table 1."""
     names = _names(groups, "tasks")
     return [task for task in paper_numbers.TASKS if task in names]
 
 
 def task_measures(groups: list[Group]) -> list[Measure]:
-    """The paper's tasks, their average, then every other task."""
+    """The paper's tasks, their average, then all other tasks."""
     ours = paper_tasks(groups)
     others = [name for name in _names(groups, "tasks") if name not in ours]
     average = []
@@ -177,8 +177,8 @@ def _is_measured(measure: Measure, groups: list[Group]) -> bool:
     return any(not math.isnan(measure.read(run)) for group in groups for run in group.runs)
 
 
-def uneven(groups: list[Group]) -> list[str]:
-    """Sentences on sets and tasks that were not measured alike in all runs, so that their numbers do not compare."""
+def incomparable(groups: list[Group]) -> list[str]:
+    """Sentences about text sets and tasks that were measured differently in some runs and are not comparable."""
     notes = []
     for part, keys in (("perplexity", ("documents", "words", "bytes")), ("tasks", ("metric", "n"))):
         for name in _names(groups, part):
@@ -186,12 +186,12 @@ def uneven(groups: list[Group]) -> list[str]:
             kinds = {tuple(str(entry.get(key)) for key in keys) for entry in entries if entry}
             if len(kinds) > 1:
                 shown = "; ".join(", ".join(map(" ".join, zip(keys, kind, strict=True))) for kind in sorted(kinds))
-                notes.append(f"{short(name, 40)} was not measured alike in all runs and does not compare: {shown}.")
+                notes.append(f"{short(name, 40)} was measured differently in some runs and is not comparable: {shown}.")
     return notes
 
 
 def delta_parameters(group: Group, groups: list[Group]) -> float:
-    """Parameters beyond those of the baseline, by the manifests."""
+    """Parameters minus those of the baseline, from the manifests."""
     mine = parameters(group.runs[0])
     for other in groups:
         if other.is_baseline and other.recipe_name == group.recipe_name and other.settings == group.settings:
@@ -204,7 +204,7 @@ def parameters(run: Run) -> float:
 
 
 def gradients(run: Run) -> dict[str, Any]:
-    """Tables 4 and 5 of one run; what is not a number in a log that was edited counts as missing."""
+    """Tables 4 and 5 of one run; values that are not numbers count as missing."""
     steps, norms = run.series("grad_norm")
     lines = [
         {"step": step, "grad_norm": None if math.isnan(norm) else norm}
@@ -223,7 +223,7 @@ def spike_count(run: Run, k: float) -> float:
 
 
 def gradient_measures() -> list[Measure]:
-    """Table 4: mean, standard deviation, variance and their ratio."""
+    """Table 4: mean, standard deviation, variance and coefficient of variation."""
     titles = {"Mean": "", "Std": "", "Variance": "", "CV": "standard deviation / mean"}
     return [
         Measure(
@@ -238,5 +238,5 @@ def gradient_measures() -> list[Measure]:
 
 
 def spike_measures() -> list[Measure]:
-    """Table 5: steps beyond median + k MAD."""
+    """Table 5: steps above median + k MAD."""
     return [Measure(f"Spikes (k = {k})", partial(spike_count, k=k), digits=0) for k in THRESHOLDS]

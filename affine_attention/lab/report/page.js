@@ -1,4 +1,4 @@
-// Puts the page together: every figure with its controls, every table with its buttons, and the theme.
+// Assembles the page: figures with controls, tables with buttons, and the theme.
 
 const CHARTS = { line: lineChart, forest: forestChart, histogram: histogramChart, heat: heatChart };
 
@@ -52,7 +52,7 @@ function mountFigure(node) {
     button("PNG", "Save this figure as PNG", () => savePng(name(), paper())),
     button("CSV", "Save the numbers of this figure as CSV", () => save(`${name()}.csv`, csv(chart.csv()), "text/csv")));
 
-  // The legend names groups, not lines: several seeds are one entry.
+  // The legend has one entry per group; the seeds of a group share it.
   const entries = () => {
     const view = figure.views[state.view], seen = new Map();
     for (const item of view.lines || view.panels || []) {
@@ -75,7 +75,7 @@ function mountFigure(node) {
       });
       return entry;
     }));
-    if (aside.length) legend.append(element("span", { class: "hint", text: "Names struck out are not drawn; press one to add it." }));
+    if (aside.length) legend.append(element("span", { class: "hint", text: "Struck-out names are hidden; click one to show it." }));
     legend.hidden = figure.kind !== "line" || entries().length < 2;
   }
   function withLegend(root, figure) {
@@ -96,7 +96,7 @@ function mountFigure(node) {
     return root;
   }
 
-  // Reading values: the pointer, a finger or the arrow keys.
+  // Reading values: with the mouse, by touch or with the arrow keys.
   const tell = (told, clientX, clientY) => {
     if (!told) { hideReadout(stage); return; }
     showReadout(stage, clientX, clientY, told.title, told.rows);
@@ -116,7 +116,7 @@ function mountFigure(node) {
     }
   };
   const leave = () => { hideReadout(stage); chart.clear?.(); };
-  // A finger that is lifted has left as well, but what it showed stays until the next touch.
+  // After a touch ends, the readout stays visible until the next touch.
   const drift = (event) => { if (event.pointerType !== "touch") leave(); };
   let drag = null;
   stage.addEventListener("pointermove", (event) => {
@@ -218,7 +218,7 @@ function start() {
     waiting = setTimeout(redraw, 120);
   });
   addEventListener("pointerdown", (event) => { if (!event.target.closest?.(".stage")) hideReadout(); });
-  // Paper is light, and has no folds.
+  // Print with the light theme and all details expanded.
   let before;
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;

@@ -1,4 +1,4 @@
-"""Turns tables, figures and maps into one self-contained HTML page that asks nothing of the network."""
+"""Renders tables, figures and maps as one self-contained HTML page without network requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...version import __version__
-from ..run import now
+from ..machine import now
 from .cells import Cell, Table
 from .text import embedded_json, escaped, short
 
@@ -19,7 +19,7 @@ STYLES = ("page.css",)
 
 
 def page(title: str, lead: str, sections: list[tuple[str, str, str]], data: dict[str, Any]) -> str:
-    """The whole document. Sections are (key, title, HTML); data goes to the script as JSON that is never executed."""
+    """The whole document. Sections are (key, title, HTML); data is embedded as JSON that is never executed."""
     style, script = _asset(STYLES), _asset(SCRIPTS)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
@@ -47,8 +47,8 @@ def page(title: str, lead: str, sections: list[tuple[str, str, str]], data: dict
 <header class="top"><h1>{escaped(title)}</h1>{lead}</header>
 <nav class="contents" aria-label="Contents"><ul>{links}</ul></nav>
 <main id="content">{body}</main>
-<footer>Made by <code>affine report</code> of affine_attention {__version__} on {now()[:10]}. This page holds all of its
-data and asks nothing of the network.</footer>
+<footer>Made by <code>affine report</code> of affine_attention {__version__} on {now()[:10]}. This page contains all of
+its data and makes no network requests.</footer>
 <script type="application/json" id="report-data">{embedded_json(data)}</script>
 <script>{script}</script>
 </body>
@@ -57,7 +57,7 @@ data and asks nothing of the network.</footer>
 
 
 def table_html(table: Table) -> str:
-    """A real table in a box that scrolls by itself; the script adds buttons that copy and save it."""
+    """An HTML table in a scrollable box; the script adds buttons to copy and save it."""
     if not table.rows:
         return (
             f'<figure class="table empty" id="{table.key}"><figcaption><h3>{escaped(table.title)}</h3>'
@@ -89,8 +89,8 @@ def figure_html(figure: dict[str, Any]) -> str:
     return (
         f'<figure class="plot-figure" id="{figure["key"]}" data-figure="{figure["key"]}">'
         f"<figcaption>{caption}</figcaption>"
-        '<div class="plot"></div><noscript><p class="missing">This figure is drawn by the page&#39;s own script, '
-        "which is switched off. The tables hold the numbers.</p></noscript></figure>"
+        '<div class="plot"></div><noscript><p class="missing">This figure is drawn by JavaScript, which is switched '
+        "off. The numbers are in the tables.</p></noscript></figure>"
     )
 
 
@@ -99,7 +99,7 @@ def details_html(summary: str, content: str) -> str:
 
 
 def settings_html(values: dict[str, str]) -> str:
-    """A list of names and values."""
+    """A definition list of names and values."""
     items = "".join(f"<dt>{escaped(key)}</dt><dd>{escaped(value)}</dd>" for key, value in values.items())
     return f'<dl class="settings">{items}</dl>'
 
@@ -109,7 +109,7 @@ def list_html(items: Iterable[str]) -> str:
 
 
 def rich(text: str) -> str:
-    """Escaped text whose `commands` stand in code type."""
+    """Escaped text with `commands` in code formatting."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escaped(text))
 
 

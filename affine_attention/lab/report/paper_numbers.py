@@ -1,4 +1,4 @@
-"""The numbers that arXiv 2602.23057 prints in its Tables 1 to 5, and the settings they were measured in (5.1, B.1)."""
+"""The numbers in Tables 1 to 5 of arXiv 2602.23057, and the settings in which they were measured (5.1, B.1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {
     "student_changes": {},
 }
 
-# Tasks of Table 1 in its order, by the harness's names.
+# The tasks of Table 1 in order, by their names in lm-evaluation-harness.
 TASKS = {
     "winogrande": "Wino",
     "piqa": "PIQA",
@@ -29,7 +29,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Result:
-    """One row of Table 1 or 2; accuracies in per cent, in the order of TASKS."""
+    """One row of Table 1 or 2; accuracies in percent, in the order of TASKS."""
 
     size: str
     mechanism: str
@@ -69,7 +69,7 @@ TABLE_3 = {"sigmoid": 57.6, "linear_clipping": 58.0}
 
 @dataclass(frozen=True)
 class Gradients:
-    """One row of Tables 4 and 5 together: gradient norms of steps 0 to 500."""
+    """One row of Tables 4 and 5 combined: gradient norms of steps 0 to 500."""
 
     size: str
     mechanism: str

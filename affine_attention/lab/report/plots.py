@@ -1,4 +1,4 @@
-"""Turns groups of runs into the data of the paper's Figures 2 to 11 and of a few more, ready for the page."""
+"""The data of the paper's Figures 2 to 11, and of some further figures, for the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAIN = "`affine train`"
 
 
 def figures(groups: list[Group]) -> list[dict[str, Any]]:
-    """Every figure in the order of the page; one without data says under `missing` what makes it."""
+    """Every figure in the order of the page; `missing` explains how to get the data of an empty figure."""
     return [
         _deltas(groups),
         _losses(groups),
@@ -53,7 +53,7 @@ def _view(name: str, y: str, lines: list[Line]) -> dict[str, Any]:
 def _losses(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-7", "line", "Figure 7: training loss",
-        "Lower is better; thin lines are single seeds, and a gap smaller than their spread may be chance.",
+        "Lower is better. Thin lines are single seeds; a gap smaller than their spread may be due to chance.",
         _loss_views(groups, 0.0),
         f"No run has logged a step yet; {TRAIN} writes the log.",
         x="step", smooth=True, log=True,
@@ -63,9 +63,9 @@ def _losses(groups: list[Group]) -> dict[str, Any]:
 def _late_losses(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-10", "line", "Figure 10: loss in the last two ninths of training",
-        "The end of Figure 7 under a magnifying glass (the paper: steps 7,000 to 9,000), where small gaps show.",
+        "The end of Figure 7 enlarged (the paper: steps 7,000 to 9,000), so that small gaps are visible.",
         _loss_views(groups, LATE),
-        f"No run has come this far; {TRAIN} goes on from the last checkpoint.",
+        f"No run has come this far; {TRAIN} resumes from the last checkpoint.",
         x="step", smooth=True, smoothing=0.8,
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def _late_losses(groups: list[Group]) -> dict[str, Any]:
 def _loss_views(groups: list[Group], since: float) -> list[dict[str, Any]]:
     names = {"loss": "training loss", "kd_loss": "distillation", "ce_loss": "cross-entropy", "eval_loss": "held-out"}
     views = [_view(name, "loss (nats)", step_lines(groups, key, since)) for key, name in names.items()]
-    # Without a teacher, or with nothing but one, a part of the loss is the loss.
+    # If the loss has a single part, that part equals the loss and is not shown twice.
     return views[:1] + [view for view in views[1:] if view["lines"] != views[0]["lines"]]
 
 
@@ -85,7 +85,7 @@ def _gradient_norms(groups: list[Group]) -> dict[str, Any]:
     ]
     return _figure(
         "figure-8", "line", "Figure 8: gradient norm",
-        "Norm before clipping; single high peaks are the spikes that Table 5 counts.",
+        "Norm before clipping. Isolated peaks are the spikes that Table 5 counts.",
         views[: 2 if longest > EARLY else 1],
         f"No run has logged a gradient norm yet; {TRAIN} writes it.",
         x="step", log=True, logged=True,
@@ -96,11 +96,11 @@ def _logits(groups: list[Group]) -> dict[str, Any]:
     layers = max((run.probes("mean_logit")[1].shape[1] for group in groups for run in group.runs), default=0)
     views = [_view("all layers", "mean logit", probe_lines(groups, "mean_logit"))]
     for layer in range(layers if layers > 1 else 0):
-        lines = [line for line in probe_lines(groups, "mean_logit", layer) if not line.thin]  # there are many layers
+        lines = [line for line in probe_lines(groups, "mean_logit", layer) if not line.thin]  # only means
         views.append(_view(f"layer {layer}", "mean logit", lines))
     return _figure(
         "figure-2", "line", "Figure 2: mean attention logit",
-        "The mean of q·k/√d over visible pairs; a falling line says that queries and keys match less and less.",
+        "The mean of q·k/√d over visible pairs; a falling line means that queries and keys become less similar.",
         views,
         f"No run was probed; {TRAIN} with probe_every above 0 writes mean_logit.",
         x="step",
@@ -110,7 +110,7 @@ def _logits(groups: list[Group]) -> dict[str, Any]:
 def _row_sums(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-3", "histogram", "Figure 3: sum of attention weights per query",
-        "Softmax puts every query at exactly 1; the wider a histogram, the more freely a query sets how much it reads.",
+        "With softmax every row sums to exactly 1; a wider histogram means that queries vary more in total attention.",
         histogram_views(groups, "row_sum"),
         f"No run was inspected; {INSPECT} counts the row sums.",
         x="sum of weights over keys",
@@ -120,7 +120,7 @@ def _row_sums(groups: list[Group]) -> dict[str, Any]:
 def _first_token(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-4", "line", "Figure 4: attention weight on the first token",
-        "High values mean that a layer parks its attention on the first token because it has to put it somewhere.",
+        "High values mean that a layer uses the first token as an attention sink.",
         [
             _view(name, "weight on first token", layer_lines(groups, "first_token", "mean", how=how))
             for name, how in (("mean of heads", "mean"), ("strongest head", "max"))
@@ -140,7 +140,7 @@ def _heads(groups: list[Group]) -> dict[str, Any]:
         scaled.append({**panel, "values": [rounded(row) for row in flat]})
     return _figure(
         "figure-5", "heat", "Figure 5: total attention weight of each head",
-        "Each cell is one head; even rows mean that heads of a layer do the same, mixed rows that they share the work.",
+        "Each cell is one head. Uniform rows mean that the heads of a layer are alike, mixed rows that they differ.",
         [
             {"name": "total weight", "panels": raw, "floor": 0.0},
             {"name": "scaled to 0–1 in each mechanism", "panels": scaled, "floor": 0.0, "ceiling": 1.0},
@@ -152,7 +152,7 @@ def _heads(groups: list[Group]) -> dict[str, Any]:
 def _entropy(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-6", "line", "Figure 6: attention entropy",
-        "Higher means attention spread over more tokens; weights can be negative, so that part is shown as well.",
+        "Higher means that attention is spread over more tokens. Weights can be negative; that share is shown as well.",
         [
             _view("of softmax p", "entropy (nats)", layer_lines(groups, "entropy", "softmax")),
             _view("of |w| / Σ|w|", "entropy (nats)", layer_lines(groups, "entropy", "weights")),
@@ -164,20 +164,16 @@ def _entropy(groups: list[Group]) -> dict[str, Any]:
 
 
 def _activations() -> dict[str, Any]:
-    """Fig. 11 needs no run: both functions as the package computes them."""
-    import torch
-
-    from ...nn.scaling import ACTIVATION_FUNCTIONS
-
-    x = torch.linspace(-10, 10, 201, dtype=torch.float64)
+    """Fig. 11 does not depend on the runs. In numpy, so that the report does not need torch."""
+    x = np.linspace(-10, 10, 201)
+    functions = {"linear clipping": np.clip(0.1 * x + 0.5, 0, 1), "sigmoid": 1 / (1 + np.exp(-x))}
     lines = [
-        {"colour": index, "name": name.replace("_", " "), "x": [round(v, 1) for v in x.tolist()],
-         "y": rounded(function(x).numpy())}
-        for index, (name, function) in enumerate(ACTIVATION_FUNCTIONS.items())
-    ]  # fmt: skip
+        {"colour": index, "name": name, "x": [round(v, 1) for v in x.tolist()], "y": rounded(y)}
+        for index, (name, y) in enumerate(functions.items())
+    ]
     return _figure(
         "figure-11", "line", "Figure 11: sigmoid and linear clipping",
-        "Linear clipping keeps a straight middle, so that α can rest between 0 and 1; the sigmoid flattens early.",
+        "Linear clipping is linear between its ends, so that α can stay between 0 and 1; the sigmoid saturates early.",
         [{"name": "φ", "y": "α = φ(x)", "lines": lines}], "", x="x = W_a X",
     )  # fmt: skip
 
@@ -185,7 +181,7 @@ def _activations() -> dict[str, Any]:
 def _alphas(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "alpha", "histogram", "α of each query",
-        "Bars piled up at 0 or 1 are saturated: there linear clipping passes no gradient on.",
+        "Values at 0 or 1 are saturated: linear clipping has no gradient there.",
         histogram_views(groups, "alpha"),
         f"No inspected run has an α; train a mechanism with one (affine, head_gated, ..), then {INSPECT}.",
         x="α", domain=[-0.01, 1.01],
@@ -195,7 +191,7 @@ def _alphas(groups: list[Group]) -> dict[str, Any]:
 def _saturation(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "saturation", "line", "α and gate during training",
-        "The running average is what α drifts around; a saturated share that climbs is a warning.",
+        "α varies around its running average; a growing saturated share is a warning sign.",
         [
             _view("running average of α", "running α", probe_lines(groups, "running_alpha")),
             _view("α at 0 or 1", "saturated share", probe_lines(groups, "saturated")),
@@ -219,16 +215,16 @@ def _every_head(groups: list[Group]) -> dict[str, Any]:
     }
     return _figure(
         "heads", "heat", "Every head",
-        "The numbers behind the curves, head by head: choose a quantity and look for heads that stand apart.",
+        "The values of every head: choose a quantity to find heads that differ from the others.",
         [{"name": name, "panels": _grids(groups, *keys)} for name, keys in quantities.items()],
-        f"No run was inspected; {INSPECT} looks at every head.",
+        f"No run was inspected; {INSPECT} measures every head.",
     )  # fmt: skip
 
 
 def _speed(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "speed", "line", "Speed and learning rate",
-        "Tokens a second on the hardware named under “what was run”; compare runs of the same machine only.",
+        "Tokens per second on the hardware listed under “What was run”; compare only runs on the same machine.",
         [
             _view("tokens per second", "tokens / s", step_lines(groups, "tokens_per_second")),
             _view("model FLOPs utilisation", "MFU", step_lines(groups, "mfu")),
@@ -254,7 +250,7 @@ def _deltas(groups: list[Group]) -> dict[str, Any]:
         views.append({"name": measure.label, "x": f"Δ {measure.label}", "rows": rows, **settings})
     return _figure(
         "forest", "forest", "Differences to softmax",
-        "A dot is the mean difference over seeds and its line the 95 % interval; one that crosses zero may be chance.",
+        "A dot is the mean difference over seeds, its line the 95 % interval; if it includes zero, it may be chance.",
         views,
         "There is no finished pair of softmax and another mechanism with the same recipe and settings. "
         "`affine train --mechanism softmax` makes the baseline.",
@@ -262,7 +258,7 @@ def _deltas(groups: list[Group]) -> dict[str, Any]:
 
 
 def _grids(groups: list[Group], *keys: str) -> list[dict[str, Any]]:
-    """[layers][heads] of each group, averaged over seeds."""
+    """[layers][heads] values of each group, averaged over seeds."""
     panels = []
     for index, group in enumerate(groups):
         found = [values for run in group.runs if (values := run.inspected(*keys)) is not None]

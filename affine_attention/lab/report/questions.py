@@ -1,4 +1,4 @@
-"""Turns groups of runs into answers where the paper is silent: variants of a mechanism, and other settings."""
+"""Comparisons that the paper does not make: variants of a mechanism, learning rates and other settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .measures import Measure, loss_measures, perplexity_measures
 from .settings import Setting, main_settings, settings_of
 from .verdicts import Comparison, compare, compare_gaps
 
-# What is minimised: runs that differ in one of these have losses that do not compare.
+# The objective: the losses of runs that differ in one of these are not comparable.
 OBJECTIVE = ("teacher", "kd_weight", "ce_weight", "temperature", "divergence")
 
 
 @dataclass
 class Rates:
-    """One mechanism at several learning rates, all else equal: the measure at each, and the best of them."""
+    """One mechanism at several learning rates, with all other settings equal."""
 
     mechanism: str
     setting: str
@@ -36,7 +36,7 @@ class Rates:
 
 
 def questions(groups: list[Group]) -> list[Claim]:
-    """What there are runs for: nothing is said of a question without any."""
+    """The questions that have runs."""
     every = settings_of(groups)
     quality = [*loss_measures(groups), *perplexity_measures(groups)]
     found = []
@@ -48,7 +48,7 @@ def questions(groups: list[Group]) -> list[Claim]:
 
 
 def rates(groups: list[Group]) -> list[Rates]:
-    """Mechanisms that were trained at two learning rates or more, all else equal."""
+    """Mechanisms that were trained at two or more learning rates, with all other settings equal."""
     measures = [*perplexity_measures(groups), *loss_measures(groups)]
     found: list[Rates] = []
     settings = settings_of(groups)
@@ -65,7 +65,7 @@ def rates(groups: list[Group]) -> list[Rates]:
 
 
 def signs(swept: list[Rates]) -> list[str]:
-    """Whether each mechanism stands on one side of softmax at every rate that both were trained at, in sentences."""
+    """Sentences about whether the sign of each mechanism's difference to softmax is the same at every shared rate."""
     found = []
     for each in swept:
         base = next((b for b in swept if b.mechanism == BASELINE and b.setting == each.setting), None)
@@ -76,17 +76,17 @@ def signs(swept: list[Rates]) -> list[str]:
         if len(gaps) < 2:
             continue
         below = {gap < 0 for gap in gaps.values()}
-        word = "changes its sign with the rate"
+        word = "changes sign with the learning rate"
         if len(below) == 1:
-            word = f"is {'below' if True in below else 'not below'} zero at every rate"
+            word = f"is {'below' if True in below else 'not below'} zero at every learning rate"
         numbers = ", ".join(f"{shown(gap, 3, sign=True)} at {rate:g}" for rate, gap in gaps.items())
         place = f"{each.setting}: " if each.setting else ""
-        found.append(f"{place}{each.mechanism} − {BASELINE} {word}, by its mean: {numbers}.")
+        found.append(f"{place}{each.mechanism} − {BASELINE} {word} (means): {numbers}.")
     return found
 
 
 def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
-    """Each variant of a mechanism against the plain one; the sigmoid has a claim of its own."""
+    """Each variant of a mechanism against its preset; the sigmoid is a separate claim."""
     found = []
     for setting in settings:
         for name in PRESETS:
@@ -97,14 +97,14 @@ def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
     if not found:
         return None
     return Claim(
-        "question-variants", "Readings of the formula", "the paper is silent",
-        "“holds” says that the variant is better than the mechanism as it comes.",
+        "question-variants", "Readings of the formula", "not in the paper",
+        "“holds” means that the variant is better than the preset.",
         found,
     )  # fmt: skip
 
 
 def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | None:
-    """Every mechanism against softmax in settings other than the main one, and how far the gap moves from there."""
+    """Every mechanism against softmax in settings other than the main one, and how the gap changes between settings."""
     mains = {setting.family: setting for setting in main_settings(settings)}
     found: list[Comparison] = []
     lone: list[str] = []
@@ -134,18 +134,18 @@ def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | 
         if changed:
             described.append(", ".join(part for part in (main.student, *main.named(changed)) if part))
     return Claim(
-        "question-settings", "The same comparison in other settings", "the paper is silent",
-        "“holds” says that the mechanism is better than softmax there too. Then how far this gap differs from that of "
-        "the main setting: perplexities as logarithms, whose differences are ratios and compare between levels; no "
-        "losses where another one is minimised.",
+        "question-settings", "The same comparison in other settings", "not in the paper",
+        "“holds” means that the mechanism is better than softmax in that setting. The other rows compare this gap with "
+        "the gap in the main setting, for the logarithm of perplexity (whose differences are comparable between "
+        "levels), and for losses only if the objective is the same.",
         found,
-        [f"The main setting, in which the claims above are judged: {'; '.join(described)}."] * bool(described)
+        [f"The main setting, in which the claims above are tested: {'; '.join(described)}."] * bool(described)
         + [f"No softmax run to compare with: {'; '.join(lone)}."] * bool(lone),
     )  # fmt: skip
 
 
 def _at_best_rates(settings: list[Setting], quality: list[Measure]) -> list[Comparison]:
-    """Each mechanism at its best rate against softmax at its own: neither may win by the other's wrong rate."""
+    """Each mechanism at its best learning rate against softmax at its best."""
     found = []
     groups = [group for setting in settings for group in setting.groups]
     by_setting: dict[str, dict[str, Rates]] = {}
@@ -164,7 +164,7 @@ def _at_best_rates(settings: list[Setting], quality: list[Measure]) -> list[Comp
 
 
 def _rate_families(settings: list[Setting]) -> list[list[Setting]]:
-    """Settings that differ in their learning rate alone, put together."""
+    """Groups of settings that differ only in the learning rate."""
     families: list[list[Setting]] = []
     for setting in settings:
         if not isinstance(setting.values.get("learning_rate"), int | float):
@@ -179,7 +179,7 @@ def _rate_families(settings: list[Setting]) -> list[list[Setting]]:
 
 
 def _gap_measures(quality: list[Measure], changed: list[str]) -> list[Measure]:
-    """Perplexities as logarithms; losses as they are, where the objective is the same."""
+    """The logarithms of perplexities, and the losses if the objective is the same."""
     other_objective = bool(set(changed) & set(OBJECTIVE))
     found = []
     for measure in quality:

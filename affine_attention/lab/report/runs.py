@@ -1,4 +1,4 @@
-"""Describes the runs themselves: how far they came, what is missing in them, and what they were made of."""
+"""Tables about the runs themselves: status, missing results, hardware, versions and settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from .cells import Cell, Row, Table, shown, text_cell
 from .collect import Run, last_number, number
-from .groups import Group, unsaid
+from .groups import Group, omitted_settings
 from .measures import parameters, perplexity, speed
 from .page import details_html, escaped, list_html, rich, settings_html
 from .text import short
 
-MOST_SETTINGS = 500  # of one run's table of settings
+MOST_SETTINGS = 500  # shown for one run
 
 
 def runs_table(groups: list[Group]) -> Table:
@@ -39,13 +39,13 @@ def runs_table(groups: list[Group]) -> Table:
             )  # fmt: skip
     columns = ["Run", "Recipe", "Mechanism", "Seed", "Steps", "Tokens", "Epochs", "Parameters", "Tokens/s", "Time",
                "Status", "Measured"]  # fmt: skip
-    titles = {"Tokens/s": "median over steps", "Time": "training time by the log", "Epochs": "times the training data"}
-    notes = [note] if (note := unsaid(groups)) else []
-    return Table("runs", "The runs", "Every folder of this report.", columns, rows, notes, titles, "No runs.")
+    titles = {"Tokens/s": "median over steps", "Time": "training time", "Epochs": "passes over the training data"}
+    notes = [note] if (note := omitted_settings(groups)) else []
+    return Table("runs", "The runs", "All run folders of this report.", columns, rows, notes, titles, "No runs.")
 
 
 def perplexity_table(groups: list[Group]) -> Table:
-    """All forms of perplexity, run by run, with the size of the text."""
+    """Perplexity per token, word and byte of each run, with the size of the text."""
     rows = []
     for group in groups:
         for run in group.runs:
@@ -61,8 +61,8 @@ def perplexity_table(groups: list[Group]) -> Table:
                "Documents"]  # fmt: skip
     return Table(
         "perplexity",
-        "Perplexity in all its forms",
-        "The same text counted per token, per word and per byte; only equal forms of equal text compare.",
+        "Perplexity per token, word and byte",
+        "Only numbers of the same unit and the same text are comparable.",
         columns,
         rows,
         [],
@@ -72,7 +72,7 @@ def perplexity_table(groups: list[Group]) -> Table:
 
 
 def made_table(groups: list[Group]) -> Table:
-    """Where the runs were trained, with what, and on which data; runs with the same answers share a row."""
+    """Hardware, versions and data of the runs; runs with the same entries share a row."""
     together: dict[tuple[str, ...], list[Run]] = {}
     runs = [run for group in groups for run in group.runs]
     for run in runs:
@@ -87,13 +87,13 @@ def made_table(groups: list[Group]) -> Table:
         names = f"all {len(runs)} runs" if len(same) == len(runs) > 1 else ", ".join(run.name for run in same)
         fingerprint = text_cell(shared[4][:12], shared[4])
         rows.append(Row([text_cell(names), *map(text_cell, shared[:4]), fingerprint, *map(text_cell, shared[5:])]))
-    columns = ["Run", "Device", "torch", "affine_attention", "Commit", "Data", "Attention, and why", "Date"]
-    return Table("made", "Hardware, versions and data", "What it takes to make these runs again.", columns, rows, [],
+    columns = ["Run", "Device", "torch", "affine_attention", "Commit", "Data", "Attention implementation", "Date"]
+    return Table("made", "Hardware, versions and data", "What is needed to reproduce these runs.", columns, rows, [],
                  {"Data": "fingerprint of the training data"}, "No runs.")  # fmt: skip
 
 
 def details_of_runs(groups: list[Group]) -> str:
-    """Every setting and every fact of each run, folded away."""
+    """All settings and facts of each run, collapsed."""
     parts = []
     for group in groups:
         for run in group.runs:
@@ -113,7 +113,7 @@ def details_of_runs(groups: list[Group]) -> str:
 
 
 def missing_html(groups: list[Group], unreadable: dict[str, str] | None = None) -> str:
-    """What is not there yet and which command makes it; and what could not be read."""
+    """What is missing and which command creates it, and what could not be read."""
     items = [
         f"<b>{escaped(short(path))}</b>: unreadable: {escaped(short(reason, 400))}"
         for path, reason in (unreadable or {}).items()
@@ -121,22 +121,22 @@ def missing_html(groups: list[Group], unreadable: dict[str, str] | None = None) 
     for group in groups:
         for run in group.runs:
             path = shlex.quote(str(run.folder.path))
-            wants = []
+            problems = []
             if not run.finished:
-                wants.append(f"{run.status}; {_goes_on(run)}")
+                problems.append(f"{run.status}; {_resume_hint(run)}")
             if not run.evaluation:
-                wants.append(f"not evaluated; `affine evaluate {path}`")
+                problems.append(f"not evaluated; `affine evaluate {path}`")
             if not run.inspection:
-                wants.append(f"not inspected; `affine inspect {path}`")
+                problems.append(f"not inspected; `affine inspect {path}`")
             if not run.manifest:
-                wants.append("no manifest.json, so hardware and versions are not known")
-            for want in [*wants, *run.problems]:
-                items.append(f"<b>{escaped(short(run.name))}</b>: {rich(short(want, 400))}")
+                problems.append("no manifest.json, so hardware and versions are unknown")
+            for problem in [*problems, *run.problems]:
+                items.append(f"<b>{escaped(short(run.name))}</b>: {rich(short(problem, 400))}")
     for recipe in dict.fromkeys(group.recipe_name for group in groups):
         runs = [run for group in groups if group.recipe_name == recipe for run in group.runs]
         prints = {str(found) for run in runs if (found := _find(run.manifest.get("data"), "fingerprint"))}
         if len(prints) > 1:
-            words = f"its runs were trained on {len(prints)} different data sets, so they do not compare"
+            words = f"its runs were trained on {len(prints)} different data sets, so they are not comparable"
             items.append(f"<b>{escaped(short(recipe))}</b>: {escaped(words)}")
     if not items:
         return '<p class="aid">Nothing is missing: every run is finished, evaluated and inspected.</p>'
@@ -158,12 +158,12 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, str]:
     return found
 
 
-def _goes_on(run: Run) -> str:
+def _resume_hint(run: Run) -> str:
     command = run.manifest.get("command")
     if isinstance(command, str) and command:
         command = command.replace("__main__.py", "python -m affine_attention", 1)
-        return f"`{short(command, 300)}` goes on from its newest checkpoint"
-    return "`affine train` with the same settings and folder goes on from its newest checkpoint"
+        return f"`{short(command, 300)}` resumes from its newest checkpoint"
+    return "`affine train` with the same settings and folder resumes from its newest checkpoint"
 
 
 def _event(event: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def _implementation(manifest: dict[str, Any]) -> str:
 
 
 def _find(values: Any, name: str) -> Any:
-    """The first entry of that name, at any depth."""
+    """The first entry with that name, at any depth."""
     if not isinstance(values, dict):
         return None
     if name in values:

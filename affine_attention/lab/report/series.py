@@ -1,4 +1,4 @@
-"""Turns groups of runs into lines: over steps, over layers, averaged over seeds, and thinned to what a screen shows."""
+"""Lines over steps or layers, averaged over seeds and downsampled for the screen."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .groups import Group
 from .text import short
 
 MOST_POINTS = 500  # of a line
-FEWEST_POINTS, MOST_OF_A_VIEW = 150, 10_000  # where there are many lines, each has fewer: a page must open fast
+FEWEST_POINTS, MOST_OF_A_VIEW = 150, 10_000  # with many lines, each has fewer points, to keep the page small
 
 
 def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
-    """Five digits, and null for what is not a number."""
+    """Five significant digits; None for values that are not finite."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in np.asarray(values, dtype=float).tolist()]
 
 
 def nanmean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
-    """The mean of what is there; NaN, without a warning, where nothing is."""
+    """np.nanmean without a warning for empty slices, which give NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmean(values, axis=axis)
@@ -31,7 +31,7 @@ def nanmean(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np
 
 @dataclass
 class Line:
-    """A line of a group, an index into the groups; `thin` for one seed beside the mean of several."""
+    """A line of a chart. `group` is an index into the groups; `thin` marks one seed next to the mean of several."""
 
     group: int
     name: str
@@ -45,7 +45,7 @@ NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
 
 
 def step_lines(groups: list[Group], key: str, since: float = 0.0, until: int | None = None) -> list[Line]:
-    """Lines of one number of the log over steps, from a share of the planned steps on, up to a step."""
+    """Lines of one entry of the log over steps, from a share of the planned steps up to a step."""
 
     def read(run: Run) -> tuple[np.ndarray, np.ndarray]:
         x, y = run.series(key)
@@ -57,7 +57,7 @@ def step_lines(groups: list[Group], key: str, since: float = 0.0, until: int | N
 
 
 def probe_lines(groups: list[Group], key: str, layer: int | None = None) -> list[Line]:
-    """Lines of a probed quantity, the mean over its heads and over all layers or one."""
+    """Lines of a probed quantity over steps, averaged over heads and over all layers or one layer."""
 
     def read(run: Run) -> tuple[np.ndarray, np.ndarray]:
         steps, values = run.probes(key)
@@ -69,7 +69,7 @@ def probe_lines(groups: list[Group], key: str, layer: int | None = None) -> list
 
 
 def layer_lines(groups: list[Group], *keys: str, how: str = "mean") -> list[Line]:
-    """Lines of an inspected [layers, heads] quantity over layers: the mean or the maximum over heads."""
+    """Lines of an inspected [layers, heads] quantity over layers, with the mean or the maximum over heads."""
 
     def read(run: Run) -> tuple[np.ndarray, np.ndarray]:
         values = run.inspected(*keys)
@@ -84,7 +84,7 @@ def layer_lines(groups: list[Group], *keys: str, how: str = "mean") -> list[Line
 
 
 def _lines(groups: list[Group], read: Read) -> list[Line]:
-    """One line a group; with several seeds their mean over the steps that all have, and a thin line for each."""
+    """One line per group; with several seeds, their mean over the shared steps and a thin line for each seed."""
     lines = []
     for index, group in enumerate(groups):
         found = [(run, x, y) for run in group.runs for x, y in [read(run)] if np.isfinite(y).any()]
@@ -107,14 +107,14 @@ def line_data(lines: list[Line]) -> list[dict[str, Any]]:
     most = min(MOST_POINTS, max(FEWEST_POINTS, MOST_OF_A_VIEW // max(len(lines), 1)))
     for line in lines:
         points = thinned(line.x, line.y, most)
-        if line.thin:  # a faint line needs no band
+        if line.thin:  # no band for single seeds
             points = {"x": points["x"], "y": points["y"], "thin": True}
         data.append({"group": line.group, "name": short(line.name), **points})
     return data
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> dict[str, Any]:
-    """All points, or the mean, lowest and highest of equal parts, so that no spike is lost."""
+    """All points, or mean, minimum and maximum of equal parts, so that spikes stay visible."""
     if len(x) <= most:
         return {"x": x.tolist(), "y": rounded(y)}
     parts = np.array_split(np.arange(len(x)), most)

@@ -1,4 +1,4 @@
-"""Sorts groups into settings: what was trained alike but for the mechanism, so that mechanisms compare within one."""
+"""Settings: groups that were trained with the same settings except for the mechanism, and are thus comparable."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...nn import PRESETS
 from .groups import Group
 from .text import short
 
-FAMILY = ("student", "student_changes")  # another student is another study, not a variation of one
-KIND = ("activation", "bias", "sink", "gate")  # settings that make a mechanism what its name says
+FAMILY = ("student", "student_changes")  # runs with another student are never compared
+KIND = ("activation", "bias", "sink", "gate")  # settings that define a mechanism
 
 
 @dataclass
 class Setting:
     """Groups of one recipe with equal settings.
 
-    `student` tells it from settings of other students, `label` from those of the same student too; "" where there is
-    nothing to tell apart.
+    `student` distinguishes it from settings of other students, `label` also from other settings of the same student; ""
+    if there is only one.
     """
 
     recipe_name: str
@@ -38,7 +38,7 @@ class Setting:
         return json.dumps([self.recipe_name, *(self.values.get(key) for key in FAMILY)], sort_keys=True, default=str)
 
     def plain(self, name: str) -> Group | None:
-        """The group of a preset as it comes; of several, the nearest to it, with N at the training length."""
+        """The group of an unchanged preset; of several, the closest one, with bias_length at the training length."""
         usual = PRESETS[name].to_dict()
 
         def distance(group: Group) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Setting:
         return min(alike, key=distance, default=None)
 
     def variants(self, name: str) -> list[tuple[str, Group]]:
-        """(name and what differs, group) of every other group of a preset's name: `affine (bias_length=visible)`."""
+        """(name with differences, group) of the other groups of a preset: `affine (bias_length=visible)`."""
         plain = self.plain(name)
         usual = PRESETS[name].to_dict() if plain is None else plain.mechanism
         found = []
@@ -70,7 +70,7 @@ class Setting:
         return [_named(key, self.values.get(key)) for key in keys]
 
     def changes(self, other: Setting) -> list[str]:
-        """Names of the settings in which two differ."""
+        """Names of the settings that differ."""
         keys = dict.fromkeys((*self.values, *other.values))
         return [key for key in keys if self.values.get(key) != other.values.get(key)]
 
@@ -95,7 +95,7 @@ def settings_of(groups: list[Group]) -> list[Setting]:
 
 
 def main_settings(settings: list[Setting]) -> list[Setting]:
-    """For each student the setting with the most mechanisms, then the most runs: there its claims are judged."""
+    """For each student the setting with the most mechanisms, then the most runs; claims are tested in it."""
     best: dict[str, Setting] = {}
     for setting in settings:
         rival = best.get(setting.family)
@@ -109,7 +109,7 @@ def _size(setting: Setting) -> tuple[int, int]:
 
 
 def _named(key: str, value: Any) -> str:
-    """`learning_rate=0.002`, `no teacher`; a teacher's folder by the end of its path."""
+    """`learning_rate=0.002` or `no teacher`; a teacher's folder is shown by the end of its path."""
     if key == "teacher":
         return "no teacher" if value is None else f"teacher={short('/'.join(str(value).split('/')[-2:]), 40)}"
     if isinstance(value, float):

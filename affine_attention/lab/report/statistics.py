@@ -1,4 +1,4 @@
-"""Turns the values of several seeds into means, differences and their 95 % intervals."""
+"""Means and differences over seeds with 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, or a difference of two. `half_width` is None where the seeds are too few for an interval."""
+    """A mean over seeds, or a difference of two means. `half_width` is None with fewer than two seeds."""
 
     mean: float
     half_width: float | None
@@ -27,7 +27,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of one value a seed with Student's interval; None without a finite value."""
+    """The mean of one value per seed with Student's interval; None without a finite value."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -39,7 +39,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(ours: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
-    """Mean of ours − baseline. Values are paired by seed where seeds are shared; else Welch's interval of two means."""
+    """Mean of ours − baseline, paired by seed if seeds are shared, else with Welch's interval of two means."""
     ours = {seed: value for seed, value in ours.items() if math.isfinite(value)}
     baseline = {seed: value for seed, value in baseline.items() if math.isfinite(value)}
     shared = [seed for seed in ours if seed in baseline]
@@ -56,7 +56,7 @@ def difference(ours: Mapping[Any, float], baseline: Mapping[Any, float]) -> Esti
     if a + b == 0:
         return Estimate(gap, 0.0, seeds, paired=False)
     freedom = (a + b) ** 2 / (a**2 / (first.seeds - 1) + b**2 / (second.seeds - 1))
-    # Rounded down to whole degrees of freedom: the interval is a little too wide, never too narrow.
+    # Degrees of freedom are rounded down, so that the interval is slightly conservative.
     return Estimate(gap, t_quantile(max(1, math.floor(freedom))) * math.sqrt(a + b), seeds, paired=False)
 
 
@@ -74,7 +74,7 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| <= t) for whole degrees of freedom: the finite sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """P(|T| <= t) for integer degrees of freedom: the finite sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

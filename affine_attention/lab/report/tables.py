@@ -1,4 +1,4 @@
-"""Turns groups of runs into the paper's Tables 1 to 5, and their differences to the baseline, as rows of cells."""
+"""The paper's Tables 1 to 5 for groups of runs, and the differences to the baseline."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Sequence
 
 from . import paper_numbers
 from .cells import Cell, Row, Table, blank, estimate_cell, mark_best, shown, text_cell
-from .groups import Group, baseline_of, unsaid
+from .groups import Group, baseline_of, omitted_settings
 from .measures import (
     EARLY,
     Measure,
     counted,
     delta_parameters,
     gradient_measures,
+    incomparable,
     loss_measures,
     paper_tasks,
     perplexity_measures,
     spike_measures,
     task_measures,
-    uneven,
 )
 from .statistics import Estimate
 from .text import short
 
 GATED = ("gated", "affine_gated")
 SEEDS_NOTE = (
-    "With two seeds or more: mean ± half of the 95 % interval (Student's t over seeds). With one seed there is no "
-    "interval: brackets hold the standard error of the task itself. Bold is the best of its column within a recipe, "
-    "which alone says nothing about chance."
+    "With two or more seeds: mean ± half of the 95 % interval (Student's t over seeds). With one seed there is no "
+    "interval; brackets show the standard error of the task. Bold is the best of its column within a recipe; the "
+    "difference may be due to chance."
 )
 
 
 def table_1(groups: list[Group]) -> Table:
-    """Quality of every mechanism but the gated ones."""
+    """Quality of every mechanism without an output gate."""
     shown_groups = [group for group in groups if group.mechanism_name not in GATED]
     return _quality_table(
         "table-1",
@@ -47,14 +47,14 @@ def table_1(groups: list[Group]) -> Table:
 
 
 def table_2(groups: list[Group]) -> Table:
-    """The gate alone, and with affine under it."""
+    """The output gate alone, and combined with affine scaling."""
     gated = [group for group in groups if group.mechanism_name in GATED]
     recipes = {group.recipe_name for group in gated}
     with_baseline = [g for g in groups if g in gated or (g.is_baseline and g.recipe_name in recipes)]
     return _quality_table(
         "table-2",
         "Table 2: with an output gate",
-        "Gated attention alone and on top of affine scaling, beside the baseline.",
+        "Gated attention alone and combined with affine scaling, compared with the baseline.",
         with_baseline,
         paper_numbers.TABLE_2,
         "No run with a gate was given. `affine train --mechanism gated` and `--mechanism affine_gated` make them.",
@@ -79,10 +79,10 @@ def _quality_table(
         rows += [Row(row) for row in block]
         for result in _same_setting(mine, paper):
             rows.append(Row(_paper_cells(result, recipe, groups, measures), "paper"))
-    notes = [SEEDS_NOTE, *([note] if (note := unsaid(groups)) else [])] if rows else []
+    notes = [SEEDS_NOTE, *([note] if (note := omitted_settings(groups)) else [])] if rows else []
     if any(not run.evaluation for group in groups for run in group.runs):
-        notes.append("Perplexity and accuracies of runs that were not evaluated yet: `affine evaluate RUN`.")
-    notes += uneven(groups)
+        notes.append("Some runs were not evaluated yet; `affine evaluate RUN` measures perplexity and accuracies.")
+    notes += incomparable(groups)
     return Table(
         key, title, caption, columns, rows, notes,
         {measure.label: measure.title for measure in measures}, missing,
@@ -105,8 +105,8 @@ def delta_table(groups: list[Group]) -> Table:
             cells = [_delta_cell(delta, measure) for delta, measure in zip(found, measures, strict=True)]
             rows.append(Row([*_head_cells(group, groups), *cells]))
     notes = [
-        "Differences are taken seed by seed, then averaged; ± is half of the 95 % interval of that mean. A marked "
-        "cell has an interval that leaves out zero. With one seed there is no interval, and a difference may be noise."
+        "Differences are computed per seed, then averaged; ± is half of the 95 % interval of that mean. The interval "
+        "of a marked cell excludes zero. With one seed there is no interval, and a difference may be noise."
     ]
     if without:
         notes.append(f"No softmax run with the same recipe and settings for: {', '.join(without)}.")
@@ -124,7 +124,7 @@ def delta_table(groups: list[Group]) -> Table:
 
 
 def table_3(groups: list[Group]) -> Table:
-    """Sigmoid and linear clipping as the activation of alpha."""
+    """Sigmoid versus linear clipping as the activation of alpha."""
     measures = [*loss_measures(groups), *task_measures(groups)[: len(paper_tasks(groups)) + 1]]
     measures = [measure for measure in measures if measure.label.startswith(("Loss", "Held-out", "Avg."))]
     chosen = [group for group in groups if group.mechanism.get("activation") and group.mechanism.get("bias")]
@@ -141,12 +141,12 @@ def table_3(groups: list[Group]) -> Table:
     return Table(
         "table-3",
         "Table 3: activation of α",
-        "Sigmoid against linear clipping as φ of α = φ(W_a x).",
+        "Sigmoid versus linear clipping as φ in α = φ(W_a x).",
         [*_head_columns(groups), "Activation", *(measure.label for measure in measures)],
         rows,
         [],
         {measure.label: measure.title for measure in measures},
-        "These runs do not hold both activations. "
+        "These runs do not include both activations. "
         "`affine train --mechanism affine --set mechanism.activation=sigmoid` makes the other one.",
     )
 
@@ -197,7 +197,7 @@ def _gradient_table(
     notes = []
     if brief:
         whose = "every run here" if len(brief) == len(having) else ", ".join(brief)
-        notes.append(f"Fewer than {EARLY} steps in {whose}: all the steps there are were counted.")
+        notes.append(f"Fewer than {EARLY} steps in {whose}: all available steps were counted.")
     return Table(
         key, title, caption, [*_head_columns(groups), *(measure.label for measure in measures)], rows, notes,
         {measure.label: measure.title for measure in measures},
@@ -206,7 +206,7 @@ def _gradient_table(
 
 
 def paper_table(key: str) -> Table:
-    """The paper's own table, for reading beside runs of any other setting."""
+    """The paper's own table, for reference."""
     if key in ("table-1", "table-2"):
         results = paper_numbers.TABLE_1 if key == "table-1" else paper_numbers.TABLE_2
         columns = ["Model", "Method", "Δ params (M)", "Loss", "C4 PPL", *paper_numbers.TASKS.values(), "Avg."]
@@ -267,12 +267,12 @@ def _delta_cell(delta: Estimate | None, measure: Measure) -> Cell:
 
 
 def _mark_best(cells: list[Cell], groups: list[Group], measure: Measure) -> None:
-    """Among finished groups: the numbers of a run that is still training are not its last word."""
+    """Marks the best among finished groups: the numbers of unfinished runs are not final."""
     mark_best([c for c, group in zip(cells, groups, strict=True) if group.finished], measure.better)
 
 
 def _same_setting(groups: list[Group], results: Sequence) -> list:
-    """The paper's rows that were measured in the setting of these groups, for the mechanisms that are here."""
+    """The paper's rows with the setting and the mechanisms of these groups."""
     here = {(group.paper_size, group.mechanism_name) for group in groups if group.paper_size}
     return [result for result in results if (result.size, result.mechanism) in here]
 

@@ -1,4 +1,4 @@
-"""Makes any text safe to read and to embed: names and tokens come from outside and may hold anything."""
+"""Escapes and shortens text for the page: names and tokens are untrusted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LONGEST = 120
 
 
 def short(text: object, longest: int = LONGEST) -> str:
-    """Visible text, cut where it is too long, with the number of characters that it had."""
+    """Visible text, cut to `longest` characters, with the original length."""
     given = str(text)
-    whole = visible(given[: longest + 1])  # no more of it than can be shown: a name may have megabytes
+    whole = visible(given[: longest + 1])  # only the shown part: a name may have megabytes
     if len(given) <= longest and len(whole) <= longest:
         return whole
     return f"{whole[: longest - 1]}… ({len(given):,} characters)"
@@ -28,6 +28,6 @@ def escaped(text: object) -> str:
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that no HTML parser can end early or take for markup."""
+    """JSON without characters that could end the script element or be parsed as markup."""
     packed = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return packed.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

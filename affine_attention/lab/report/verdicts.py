@@ -1,4 +1,4 @@
-"""Turns two groups of runs into a difference, and a difference into a verdict by one fixed rule."""
+"""Compares two groups of runs, and derives a verdict from the difference by a fixed rule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .groups import Group
 from .measures import Measure
 from .statistics import Estimate, difference
 
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be told"
-ZERO = "the interval includes zero"  # the usual reason of OPEN, which the numbers themselves show
+HOLDS, FAILS, OPEN = "holds", "does not hold", "inconclusive"
+ZERO = "the interval includes zero"  # the usual reason for OPEN, visible in the numbers
 RULE = (
-    "Differences are taken seed by seed; ± is half of the 95 % interval of their mean (Student's t). A claim holds "
-    "when the interval lies wholly on the side that is claimed, does not hold when it lies wholly on the other side, "
-    "and cannot be told when it includes zero, has no width (the same count in every seed), or there is no interval: "
-    "one seed, or no run. A row without a verdict is a part of a difference, or a difference of differences: nothing "
-    "is claimed of it."
+    "Differences are computed per seed; ± is half of the 95 % interval of their mean (Student's t). A claim holds if "
+    "the whole interval has the claimed sign, does not hold if the whole interval has the opposite sign, and is "
+    "inconclusive if the interval includes zero, has no width (the same count in every seed) or does not exist (one "
+    "seed, or no run). Rows without a verdict are parts of a difference or differences of differences, about which "
+    "nothing is claimed."
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measure of two groups: ours − other. `side` is what is claimed of the difference, "" when nothing is."""
+    """One measure of two groups: ours − other. `side` is the claimed sign of the difference, "" for no claim."""
 
     ours: str
     other: str
@@ -31,8 +31,8 @@ class Comparison:
     side: str
     delta: Estimate | None
     setting: str = ""
-    absent: tuple[str, ...] = ()  # of which there is no run
-    why_not: str = ""  # why there is no difference, when both have runs
+    absent: tuple[str, ...] = ()  # mechanisms without a run
+    why_not: str = ""  # why there is no difference although both have runs
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why it cannot be told."""
+        """Why the comparison is inconclusive."""
         return self._judged[1]
 
     @property
@@ -57,10 +57,10 @@ class Comparison:
 
 
 def judge(delta: Estimate, side: str) -> tuple[str, str]:
-    """(verdict, reason when it is open) of a difference; a side of "" has no verdict.
+    """(verdict, reason if it is inconclusive) of a difference; no verdict if `side` is "".
 
     Args:
-        side: what is claimed: "lower" for a difference below zero, "higher" for one above.
+        side: the claimed sign: "lower" for a difference below zero, "higher" for one above.
     """
     if side not in ("lower", "higher", ""):
         raise ValueError(f'side must be "lower", "higher" or "", got {side!r}')
@@ -83,10 +83,10 @@ def compare(
     side: str | None = None,
     setting: str = "",
 ) -> Comparison:
-    """The difference of two named groups; None in place of a group: there is no run of it.
+    """The difference of two named groups; a group is None if it has no run.
 
     Args:
-        side: what is claimed; None: that ours is better, by the measure's own word.
+        side: the claimed sign; None: that ours is better.
     """
     side = measure.better if side is None else side
     (ours_name, mine), (other_name, theirs) = ours, other
@@ -113,7 +113,7 @@ def compare_gaps(
 
 
 def tally(comparisons: Iterable[Comparison]) -> str:
-    """`2 hold, 1 does not, 3 cannot be told`, of what has a verdict."""
+    """`2 hold, 1 does not, 3 inconclusive`, over the comparisons with a verdict."""
     verdicts = [comparison.verdict for comparison in comparisons]
     words = []
     for verdict, one, many in ((HOLDS, "holds", "hold"), (FAILS, "does not", "do not"), (OPEN, OPEN, OPEN)):
@@ -123,7 +123,7 @@ def tally(comparisons: Iterable[Comparison]) -> str:
 
 
 def digits_for(delta: Estimate, least: int) -> int:
-    """Decimals that show two digits of the interval, or of the difference itself where there is none."""
+    """Decimals that show two digits of the interval, or of the difference if there is no interval."""
     size = delta.half_width or abs(delta.mean)
     if size <= 0 or not math.isfinite(size):
         return least

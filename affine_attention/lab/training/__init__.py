@@ -1,6 +1,7 @@
-"""Turns a recipe into a run folder on Hugging Face's Trainer; nothing is lost when it stops."""
+"""Trains a recipe with Hugging Face's Trainer in a run folder; an interrupted run resumes from its last checkpoint."""
 
-from .guard import NotFiniteError, Stopped
+from .nonfinite import NotFiniteError
+from .signals import Stopped
 from .train import train
 
 __all__ = ["NotFiniteError", "Stopped", "train"]

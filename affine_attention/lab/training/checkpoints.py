@@ -1,14 +1,14 @@
-"""Keeps checkpoints of a run so that none is ever half there: written beside, hashed, renamed when whole.
+"""Writes and finds the checkpoints of a run atomically: written under a temporary name, hashed, then renamed.
 
     checkpoints/
       .tmp-step-00000100-8242-1f0c2ab9/   being written, or left by a killed process; removed at the next start
-      step-00000050/                      MANIFEST.json: the sha256 and size of each file, and whose checkpoint it is
+      step-00000050/                      MANIFEST.json: the sha256 and size of each file, and the identity of the run
       step-00000100/
 
-A checkpoint has its name only after every byte of it is on the disk. It counts only if all its files have the hashes of
-its manifest, and an older one is removed only after the new one has been read back. The hashes tell damage, not intent:
-against a hostile folder, a checkpoint holds JSON and safetensors, nothing in it is ever executed, and every key, shape
-and dtype is checked before it is loaded (contents.py). Other names in the folder are left alone.
+A checkpoint is renamed to its final name only after all of its bytes are on disk. It is valid only if all files match
+the hashes in its manifest, and an older one is removed only after the new one has been read back. The hashes detect
+damage, not tampering. Against a hostile folder: a checkpoint holds only JSON and safetensors, nothing in it is
+executed, and every key, shape and dtype is checked before loading (contents.py). Other files are not touched.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any
 
 from torch import Tensor
 
-from ...files import open_regular, read_json
-from ..run import now, plain_numbers
+from ...files import open_regular, plain_numbers, read_json
+from ..machine import now
 from .tensorfile import Written, write_bytes, write_tensors
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
 PREFIX, TEMPORARY = "step-", ".tmp-"
-OWN_TEMPORARY = re.compile(r"\.tmp-(old-)?(step-\d{8}|model)-\d+(-[0-9a-f]{8})?")  # ours by name and process id
+OWN_TEMPORARY = re.compile(r"\.tmp-(old-)?(step-\d{8}|model)-\d+(-[0-9a-f]{8})?")  # written by this package
 BLOCK = 2**20
 
 
 class CheckpointError(OSError):
-    """A checkpoint that could not be written; those before it are untouched."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 class Draft:
-    """A checkpoint that is being written: a temporary folder, and what each of its files should be."""
+    """A checkpoint that is being written: a temporary folder, and the expected hash and size of each file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,8 +57,8 @@ class Draft:
     ) -> None:
         self.files[name] = write_tensors(self.path / name, tensors, fetch)
 
-    def adopt(self) -> None:
-        """Takes in files that others have written into the folder."""
+    def add_existing_files(self) -> None:
+        """Adds files that other code has written into the folder."""
         for path in sorted(self.path.iterdir()):
             if path.name not in self.files:
                 sync(path)
@@ -69,10 +69,10 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where they are; it need not exist.
-        keep: how many of the newest stay.
-        identity: what a checkpoint must have been written for (settings, data) to be taken: JSON.
-        check: raises ValueError for the folder of a step whose content cannot be loaded.
+        folder: their folder; it need not exist.
+        keep: number of checkpoints to keep.
+        identity: JSON that identifies the run (settings, data, teacher); checkpoints of another run are not used.
+        check: raises ValueError for a checkpoint folder whose content cannot be loaded.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Checkpoints:
         return int(path.name.removeprefix(PREFIX))
 
     def steps(self) -> list[int]:
-        """Of what is there, whole or not, oldest first. A folder that cannot be listed is an error."""
+        """Steps of all checkpoint folders, valid or not, oldest first. Raises if the folder cannot be listed."""
         try:
             with os.scandir(self.folder) as entries:
                 names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -101,7 +101,7 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Draft]:
-        """Yields a draft; when the block ends well it becomes the checkpoint of the step, and old ones go."""
+        """Yields a draft, which becomes the checkpoint if the block succeeds; then old checkpoints are removed."""
         draft = Draft(self.folder / temporary_name(self.path(step).name))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,15 +123,15 @@ class Checkpoints:
         write_bytes(draft.path / MANIFEST, [(json.dumps(manifest, indent=1) + "\n").encode()])
         sync(draft.path)
         if fault := self._fault(draft.path, step, from_disk=True):
-            raise OSError(None, f"what was read back is not what was written: {fault}")
+            raise OSError(None, f"the data read back differs from the data written: {fault}")
         final = self.path(step)
-        if final.is_symlink() or final.exists():  # a damaged one, or training went over this step again
+        if final.is_symlink() or final.exists():  # a damaged checkpoint, or this step was trained again
             self._remove(final)
         os.rename(draft.path, final)
         sync(self.folder)
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that is whole and ours, and a line for each newer one that is not."""
+        """(newest valid checkpoint of this run or None, a line for each newer checkpoint that was skipped)."""
         skipped: list[str] = []
         for step in reversed(self.steps()):
             path = self.path(step)
@@ -142,11 +142,11 @@ class Checkpoints:
         return None, skipped
 
     def clean(self) -> list[str]:
-        """Removes what processes that were killed have left behind; their names."""
+        """Removes temporary folders of killed processes; returns their names."""
         return remove_temporary_folders(self.folder)
 
     def _fault(self, path: Path, step: int, from_disk: bool = False) -> str | None:
-        """Why this is not a checkpoint of the step, or None."""
+        """Why this is not a valid checkpoint of the step, or None."""
         try:
             manifest = read_json(path / MANIFEST)
             files = manifest["files"]
@@ -154,18 +154,18 @@ class Checkpoints:
                 return f"its manifest is for step {manifest['step']}, schema {manifest['schema']}"
             if manifest["for"] != plain_numbers(self.identity):
                 changed = [key for key, value in self.identity.items() if manifest["for"].get(key) != value]
-                return f"it was written for another run ({', '.join(changed) or 'other settings'} differ)"
+                return f"it belongs to another run ({', '.join(changed) or 'other settings'} differ)"
             found = {entry.name for entry in path.iterdir()} - {MANIFEST}
             if found != set(files):
                 extra, missing = sorted(found - set(files)), sorted(set(files) - found)
-                return f"missing {', '.join(missing)}" if missing else f"not in its manifest: {', '.join(extra)}"
+                return f"missing {', '.join(missing)}" if missing else f"not in the manifest: {', '.join(extra)}"
             for name, expected in files.items():
                 size = (path / name).stat().st_size
                 if size != expected["bytes"]:
                     return f"{name} has {size:,} bytes, not {expected['bytes']:,}"
             for name, expected in files.items():
                 if _hash_file(path / name, from_disk).sha256 != expected["sha256"]:
-                    return f"{name} is damaged: its sha256 is not that of the manifest"
+                    return f"{name} is damaged: its sha256 differs from the manifest"
         except FileNotFoundError as error:
             return f"missing {Path(error.filename or '').name}"
         except OSError as error:
@@ -173,7 +173,7 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return f"{MANIFEST} is damaged"
         if from_disk:
-            return None  # it was written just now
+            return None  # written just now
         try:
             self.check(path, step)
         except (ValueError, OSError) as error:
@@ -186,29 +186,29 @@ class Checkpoints:
             self._remove(self.path(step))
 
     def _remove(self, path: Path) -> None:
-        """Renames first: a process that is killed on the way leaves nothing that looks like a checkpoint."""
+        """Renames before deleting, so that a killed process does not leave a partial checkpoint."""
         away = path.with_name(temporary_name(f"old-{path.name}"))
         os.rename(path, away)
         if away.is_dir() and not away.is_symlink():
             shutil.rmtree(away)
-        else:  # a file or a link in a checkpoint's place; what a link leads to stays
+        else:  # a file or a link with a checkpoint's name; the target of a link is kept
             away.unlink()
 
     def _explain(self, step: int, error: OSError) -> str:
         reason = error.strerror or str(error)
         free = _free_bytes(self.folder)
         good, _ = self.newest()
-        last = f"the last good one is {good}" if good else "there is none before it"
+        last = f"the last valid checkpoint is {good}" if good else "there is no earlier checkpoint"
         return f"the checkpoint of step {step} could not be written to {self.path(step)}: {reason} ({free}); {last}"
 
 
 def temporary_name(name: str) -> str:
-    """An unpredictable name, so that no link can exist under it: `.tmp-step-00000100-8242-1f0c2ab9`."""
+    """An unpredictable name, under which no link can exist: `.tmp-step-00000100-8242-1f0c2ab9`."""
     return f"{TEMPORARY}{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_temporary_folders(folder: Path) -> list[str]:
-    """Removes what killed processes of this package have left in a folder, and nothing else; their names."""
+    """Removes temporary folders that killed processes of this package left in a folder; returns their names."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -218,14 +218,13 @@ def remove_temporary_folders(folder: Path) -> list[str]:
     return left
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raises before anything is written where a disk has less free than `needed` bytes."""
-    place = _existing(folder)
-    free = shutil.disk_usage(place).free
+def check_disk_space(folder: Path, needed: int, what: str) -> None:
+    """Raises OSError if the disk of the folder has less than `needed` bytes free."""
+    free = shutil.disk_usage(_existing(folder)).free
     if free < needed:
         raise OSError(
-            f"{folder} is on a disk with {free:,} bytes free, but {what} need {needed:,}; free some, choose another "
-            "folder, or keep fewer checkpoints (keep_checkpoints=1)"
+            f"the disk of {folder} has {free:,} bytes free, but {what} need {needed:,}; free some space, choose "
+            "another folder, or keep fewer checkpoints (keep_checkpoints=1)"
         )
 
 
@@ -241,7 +240,7 @@ def _hash_file(path: Path, from_disk: bool = False) -> Written:
     digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
-            # The bytes were synced: let go of the copy in memory, so that the disk is what is read.
+            # The file was synced: drop it from the page cache, so that the bytes are read from the disk.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while block := file.read(BLOCK):
             digest.update(block)
@@ -250,7 +249,7 @@ def _hash_file(path: Path, from_disk: bool = False) -> Written:
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """fsync of a file, or of the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

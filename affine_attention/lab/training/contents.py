@@ -1,9 +1,9 @@
-"""Checks what a checkpoint holds, key by key, before any of it is loaded.
+"""Validates the contents of a checkpoint, key by key, before anything is loaded.
 
-The hashes of a checkpoint show damage, not intent: whoever changes a file can recompute its hash. A tensor of another
-shape would make a fused optimizer write out of bounds, a random state outside of its range read out of bounds. So every
-tensor must have the shape and dtype of the parameter that it belongs to, and every JSON key its type and range. Each
-error names the file, the key, the rule and the value.
+The hashes of a checkpoint detect damage, not tampering: an attacker can recompute them. A tensor with a wrong shape
+would make a fused optimizer write out of bounds, and an invalid random state would be read out of bounds. Therefore
+every tensor must have the shape and dtype of its parameter, and every JSON key its type and range. Each error names the
+file, the key, the rule and the value.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from torch import Tensor, nn
 
 from ...files import kind, read_table
 
-ADAMW = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps for a parameter
+ADAMW = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 TRAINING_KEYS = {"optimizer", "scheduler", "seconds", "random", "stream"}
 STEP_DTYPE = torch.float32
-NUMPY_KEYS = 624  # words of the Mersenne twister
+NUMPY_KEYS = 624  # 32-bit words of the Mersenne Twister state
 
 
-def check_contents(path: Path, step: int, model: nn.Module, check_place: Callable[[Any], None] | None = None) -> None:
-    """Raises ValueError, with the file and the rule, unless a checkpoint can be loaded into the model at this step.
+def check_contents(path: Path, step: int, model: nn.Module, check_stream: Callable[[Any], None] | None = None) -> None:
+    """Raises ValueError, with the file and the rule, unless the checkpoint of this step can be loaded into the model.
 
     Args:
-        path: the folder of the checkpoint.
-        step: that of its name.
+        path: the checkpoint folder.
+        step: the step in its name.
         model: on the CPU, before it is sharded.
-        check_place: raises for a stream position that the data cannot have; None where the data is no stream.
+        check_stream: raises for a stream position that the data cannot have; None if the data is not a stream.
     """
     parameters = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
     seen: set[int] = set()
     state: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:  # of tied ones the first
+        if id(tensor) not in seen:  # only the first of tied tensors
             seen.add(id(tensor))
             state[name] = (tensor.shape, tensor.dtype)
     _check_headers(path / "model.safetensors", state)
     stored = {f"{kind}/{name}": _adamw(kind, *like) for name, like in parameters.items() for kind in ADAMW}
     _check_headers(path / "optimizer.safetensors", stored, some_missing=True)
-    place = check_training(path / "training.json", step, list(parameters))
-    if check_place is not None:
+    position = check_training(path / "training.json", step, list(parameters))
+    if check_stream is not None:
         try:
-            check_place(place)
+            check_stream(position)
         except ValueError as error:
             raise ValueError(f"{path / 'training.json'}: {error}") from error
     check_trainer_state(path / "trainer_state.json", step)
 
 
 def check_training(file: Path, step: int, names: list[str]) -> Any:
-    """training.json: optimizer groups, schedule, random states, training time; returns the stream position."""
+    """Checks training.json (optimizer groups, schedule, random states, time) and returns the stream position."""
     found = read_table(file)
     if set(found) != TRAINING_KEYS:
         raise ValueError(f"{file} must have the keys {_few(TRAINING_KEYS)}, got {_few(found)}")
@@ -77,14 +77,14 @@ def check_training(file: Path, step: int, names: list[str]) -> Any:
 
 
 def check_trainer_state(file: Path, step: int) -> None:
-    """trainer_state.json: the keys that Trainer knows, with values of their types."""
+    """Checks trainer_state.json: only keys of a TrainerState, with values of their types."""
     from transformers import TrainerState
 
     known = TrainerState().__dict__
     found = read_table(file)
     unknown = sorted(set(found) - set(known))
     if unknown:
-        raise ValueError(f"{file} must have the keys of a TrainerState, got {_few(unknown)} too")
+        raise ValueError(f"{file} must have only the keys of a TrainerState, got also {_few(unknown)}")
     if type(found.get("global_step")) is not int or found["global_step"] != step:
         raise ValueError(f"{file}: global_step must be {step}, got {found.get('global_step')!r}")
     for key, value in found.items():
@@ -97,17 +97,17 @@ def check_trainer_state(file: Path, step: int) -> None:
         if found.get(key) is not None:
             check_number(file, key, found[key], 0.0)
     if found.get("log_history", []) != []:
-        raise ValueError(f"{file}: log_history must be empty (log.jsonl holds it), got {kind(found['log_history'])}")
+        raise ValueError(f"{file}: log_history must be empty (log.jsonl has it), got {kind(found['log_history'])}")
     if not isinstance(found.get("stateful_callbacks", {}), dict):
         raise ValueError(f"{file}: stateful_callbacks must be an object, got {kind(found['stateful_callbacks'])}")
 
 
 def check_random_state(state: Any, where: str) -> None:
-    """The generators of one rank, tried on generators that nothing else uses."""
+    """Checks the random states of one rank by loading them into separate generators."""
     if not isinstance(state, dict) or not {"torch", "numpy", "python"} <= set(state) <= {
         "torch", "numpy", "python", "cuda"
     }:  # fmt: skip
-        raise ValueError(f"{where} must have the keys torch, numpy, python and perhaps cuda")
+        raise ValueError(f"{where} must have the keys torch, numpy, python and optionally cuda")
     for key in ("torch", "cuda"):
         if key in state and not _whole_numbers(state[key], 0, 255):
             raise ValueError(f"{where}.{key} must be a list of bytes (0 to 255)")
@@ -122,7 +122,7 @@ def check_random_state(state: Any, where: str) -> None:
     if not isinstance(numpy_state, list) or len(numpy_state) != 5 or numpy_state[0] != "MT19937":
         raise ValueError(f"{where}.numpy must be ['MT19937', keys, position, has_gauss, gauss]")
     _, keys, position, has_gauss, gauss = numpy_state
-    # numpy does not check the position, and reads past the keys with a larger one.
+    # numpy does not check the position, and would read past the keys.
     in_range = _whole_numbers(keys, 0, 2**32 - 1) and len(keys) == NUMPY_KEYS and _whole_numbers([position], 0, 624)
     if not in_range or not _whole_numbers([has_gauss], 0, 1) or not _finite(gauss):
         raise ValueError(f"{where}.numpy must have 624 keys of 32 bits, a position from 0 to 624 and a finite gauss")
@@ -137,39 +137,35 @@ def check_random_state(state: Any, where: str) -> None:
 
 
 def check_optimizer_tensor(key: str, tensor: Tensor, parameter: Tensor) -> None:
-    """The shape and dtype that AdamW gives to a state: any other would be written out of bounds."""
+    """Checks shape and dtype of an AdamW state: with any other, the optimizer would write out of bounds."""
     state, _, name = key.partition("/")
     if state not in ADAMW:
-        raise ValueError(f"the checkpoint has {key}, but AdamW keeps {', '.join(ADAMW)}")
+        raise ValueError(f"the checkpoint has {key}, but AdamW has only {', '.join(ADAMW)}")
     shape, dtype = _adamw(state, parameter.shape, parameter.dtype)
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
-            f"the optimizer's {state} of {name} must be {dtype} {list(shape)}, as its parameter is, the checkpoint has "
-            f"{tensor.dtype} {list(tensor.shape)}"
+            f"the optimizer's {state} of {name} must be {dtype} {list(shape)} like its parameter, but the checkpoint "
+            f"has {tensor.dtype} {list(tensor.shape)}"
         )
     if state == "step" and not (math.isfinite(tensor.item()) and tensor.item() >= 0):
-        raise ValueError(f"the optimizer's step of {name} must be a finite number from 0 on, got {tensor.item()}")
+        raise ValueError(f"the optimizer's step of {name} must be a finite number of at least 0, got {tensor.item()}")
 
 
 def check_group(given: dict[str, Any], own: dict[str, Any]) -> None:
-    """A group of an optimizer: the learning rate may differ, which the schedule sets; all else is the run's."""
-    unknown = sorted(set(given) - set(own))
-    if unknown:
-        raise ValueError(f"the checkpoint's optimizer has the settings {_few(unknown)}, which AdamW does not have")
+    """Checks an optimizer group: everything must equal the run's settings except lr, which the schedule sets."""
+    _check_known("optimizer", given, own)
     for key, value in given.items():
         mine = list(own[key]) if isinstance(own[key], tuple) else own[key]
         if key == "lr":
             if not _finite(value) or value < 0:
-                raise ValueError(f"the checkpoint's learning rate must be a finite number from 0 on, got {value!r}")
+                raise ValueError(f"the checkpoint's learning rate must be a finite number of at least 0, got {value!r}")
         elif key != "params" and (list(value) if isinstance(value, tuple) else value) != mine:
-            raise ValueError(f"the checkpoint's optimizer has {key} = {value!r}, the run {mine!r}")
+            raise ValueError(f"the checkpoint's optimizer has {key} = {value!r}, but the run has {mine!r}")
 
 
 def check_schedule(given: dict[str, Any], own: dict[str, Any]) -> None:
-    """The state of a learning-rate schedule, compared with that of the run's own at its start."""
-    unknown = sorted(set(given) - set(own))
-    if unknown:
-        raise ValueError(f"the checkpoint's schedule has the keys {_few(unknown)}, which the run's does not have")
+    """Checks the state of a learning-rate schedule against the run's own schedule."""
+    _check_known("schedule", given, own)
     for key, value in given.items():
         if key in ("last_epoch", "_step_count"):
             right = _whole_numbers([value], 0, 2**53)
@@ -180,12 +176,17 @@ def check_schedule(given: dict[str, Any], own: dict[str, Any]) -> None:
         else:
             right = value == own[key]
         if not right:
-            raise ValueError(f"the checkpoint's schedule must have {key} like {own[key]!r}, got {value!r}")
+            raise ValueError(f"the checkpoint's schedule has {key} = {value!r}, but the run has {own[key]!r}")
+
+
+def _check_known(what: str, given: dict[str, Any], own: dict[str, Any]) -> None:
+    if unknown := sorted(set(given) - set(own)):
+        raise ValueError(f"the checkpoint's {what} has the keys {_few(unknown)}, which the run's does not have")
 
 
 def check_number(file: Path, key: str, value: Any, least: float) -> None:
     if not _finite(value) or value < least:
-        raise ValueError(f"{file}: {key} must be a finite number from {least:g} on, got {value!r}")
+        raise ValueError(f"{file}: {key} must be a finite number of at least {least:g}, got {value!r}")
 
 
 def _adamw(state: str, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Size, torch.dtype]:
@@ -202,7 +203,7 @@ def _check_headers(file: Path, expected: dict[str, tuple[torch.Size, torch.dtype
     missing = sorted(set(expected) - set(found))
     if missing and not some_missing:
         raise ValueError(f"{file} lacks {_few(missing)} of the model")
-    # A parameter that never had a gradient has no state; one that has, has all of it.
+    # A parameter without gradients has no state; any other has all of it.
     broken = [name for name in missing if any(f"{state}/{name.partition('/')[2]}" in found for state in ADAMW)]
     if broken:
         raise ValueError(f"{file} lacks {_few(broken)}")
@@ -231,7 +232,7 @@ def _whole_numbers(values: Any, low: int, high: int) -> bool:
 def _finite(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
-    return type(value) is int and abs(value) < 2**63  # a larger one is no float
+    return type(value) is int and abs(value) < 2**63  # a larger integer does not fit into a float
 
 
 def _few(names: Any) -> str:

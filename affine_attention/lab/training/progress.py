@@ -1,4 +1,4 @@
-"""Turns steps into one line on a terminal: loss, learning rate, tokens a second and the time left."""
+"""A progress bar on the terminal: loss, learning rate, tokens per second and the time left."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ...visible import printable
 
 
 def wants_progress(quiet: bool | None) -> bool:
-    """Whether to show it: as asked, else where somebody is looking."""
+    """Whether to show progress: as requested, else if stderr is a terminal."""
     return sys.stderr.isatty() if quiet is None else not quiet
 
 
 class Progress:
-    """A bar over the steps of a run, on stderr; nothing at all when it is not shown."""
+    """A tqdm bar over the steps of a run, on stderr; without output if `shown` is False."""
 
     def __init__(self, steps: int, shown: bool, name: str = "train") -> None:
         self._steps, self._shown, self._name = steps, shown, name
         self._bar: Any = None
 
     def start(self, done: int) -> None:
-        """Begins after so many steps that are done already; they do not count in the time that is left."""
+        """Starts the bar after `done` steps, which are not used to estimate the time left."""
         if self._shown and self._bar is None:
             from tqdm import tqdm
 
@@ -30,13 +30,13 @@ class Progress:
             )
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Shows a line of the log."""
+        """Shows an entry of the log."""
         if self._bar is not None:
             self._bar.set_postfix_str(describe(entry), refresh=False)
             self._bar.update()
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar; it goes to stderr also where there is no bar."""
+        """Prints a line to stderr, above the bar if there is one."""
         text = printable(text)
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)

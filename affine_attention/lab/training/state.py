@@ -1,7 +1,7 @@
-"""Turns the state of a training process (weights, optimizer, random numbers) into named tensors and JSON, and back.
+"""Converts the training state (weights, optimizer, random states) to named tensors and JSON, and back.
 
-Names, not positions: an optimizer's tensors are stored under the name of their parameter. Sharded tensors (FSDP2) are
-stored whole, so that a checkpoint does not know how many ranks wrote it.
+Optimizer tensors are stored under the name of their parameter, not by position. FSDP2 shards are gathered before they
+are stored, so that a checkpoint does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .contents import check_group, check_optimizer_tensor, check_random_state
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of tied ones the first."""
+    """Parameters and persistent buffers by name; only the first of tied tensors."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -30,15 +30,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, stored: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies stored tensors into a model that has exactly these."""
+    """Copies stored tensors into a model, which must have exactly these tensors."""
     own = weights(model)
     missing = set(own)
     for name, tensor in stored:
         if name not in own or own[name].shape != tensor.shape:
             shape = list(own[name].shape) if name in own else "no such tensor"
-            raise ValueError(f"the checkpoint has {name} {list(tensor.shape)}, the model {shape}")
+            raise ValueError(f"the checkpoint has {name} {list(tensor.shape)}, but the model has {shape}")
         if own[name].dtype != tensor.dtype:
-            raise ValueError(f"the checkpoint has {name} in {tensor.dtype}, the model in {own[name].dtype}")
+            raise ValueError(f"the checkpoint has {name} in {tensor.dtype}, but the model has {own[name].dtype}")
         own[name].copy_(like(tensor, own[name]))
         missing.discard(name)
     if missing:
@@ -46,9 +46,9 @@ def load_weights(model: nn.Module, stored: Iterable[tuple[str, Tensor]]) -> None
 
 
 def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors `KIND/PARAMETER` of an optimizer, and its groups with the names of their parameters."""
+    """(tensors named `KIND/PARAMETER`, groups with parameter names) of an optimizer."""
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    _shard_again(model)
+    _reshard(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {}
     for parameter, state in inner.state.items():
@@ -59,21 +59,21 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor]
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in inner.param_groups
     ]
-    return dict(sorted(tensors.items())), {"groups": groups}  # loading would change the order
+    return dict(sorted(tensors.items())), {"groups": groups}  # sorted, because loading changes the order
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: Any, stored: Iterable[tuple[str, Tensor]], settings: dict[str, Any]
 ) -> None:
-    """Sets what `optimizer_state` gave; any other shape, dtype or setting is refused before anything is changed."""
+    """Loads the result of `optimizer_state`; raises before any change if a shape, dtype or setting does not match."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    _shard_again(model)
+    _reshard(model)
     parameters = dict(model.named_parameters())
     own = {id(parameter): name for name, parameter in parameters.items()}
-    # load_state_dict goes by position.
+    # load_state_dict matches parameters by position.
     order = [[own[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
     if [group.get("params") for group in settings["groups"]] != order:
-        raise ValueError("the checkpoint's optimizer has its parameters in another order than the model")
+        raise ValueError("the checkpoint's optimizer has its parameters in another order than the model's")
     for mine, theirs in zip(inner.param_groups, settings["groups"], strict=True):
         check_group(theirs, mine)
     numbers = {name: number for number, name in enumerate(n for group in settings["groups"] for n in group["params"])}
@@ -83,7 +83,7 @@ def load_optimizer_state(
         if name not in parameters:
             raise ValueError(f"the checkpoint has the optimizer's {kind} of {name}, which the model does not have")
         check_optimizer_tensor(key, tensor, parameters[name])
-        # A copy: what is read is a map of the file, which must not be in use when the checkpoint is removed.
+        # A copy: the tensor is a memory map of the file, which may be removed later.
         copied = tensor.clone()
         state.setdefault(numbers[name], {})[kind] = copied if kind == "step" else like(copied, parameters[name])
     groups = [
@@ -94,10 +94,11 @@ def load_optimizer_state(
     inner.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shard_again(model: nn.Module) -> None:
-    """Gives a model of FSDP2 the parameters back that its optimizer knows.
+def _reshard(model: nn.Module) -> None:
+    """Restores the sharded parameters of an FSDP2 model, which the optimizer refers to.
 
-    A forward without a backward, as an evaluation is, leaves those of the root whole: other tensors, by the same names.
+    After a forward without a backward (an evaluation), the root module still has its unsharded parameters: different
+    tensors with the same names.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         from torch.distributed.fsdp import FSDPModule
@@ -108,25 +109,25 @@ def _shard_again(model: nn.Module) -> None:
 
 
 def like(tensor: Tensor, pattern: Tensor) -> Tensor:
-    """The tensor on the device of the pattern; this rank's part of it where the pattern is sharded."""
+    """The tensor on the device of the pattern, sharded like the pattern."""
     if not hasattr(pattern, "device_mesh"):
         return tensor.to(pattern.device)
     from torch.distributed.tensor import distribute_tensor
 
-    # Every rank has read the whole tensor, so none needs to send it.
+    # Every rank has read the whole tensor, so no communication is needed.
     return distribute_tensor(
         tensor.to(pattern.device), pattern.device_mesh, pattern.placements, src_data_rank=None  # type: ignore[attr-defined]
     )  # fmt: skip
 
 
 def whole_on_cpu(tensor: Tensor) -> Tensor:
-    """The tensor of all ranks, on the CPU; every rank must call where it is sharded."""
+    """The full tensor on the CPU; if it is sharded, every rank must call this."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().cpu()
 
 
 def random_state() -> dict[str, Any]:
-    """The generators of this process: torch, the current GPU, numpy and Python, as JSON."""
+    """The random states of this process (torch, current GPU, numpy, Python) as JSON."""
     import numpy
 
     kind, keys, *rest = numpy.random.get_state()
@@ -155,7 +156,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values that every rank has given, in order of ranks; each must call."""
+    """all_gather of Python objects, in order of ranks; every rank must call this."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     values = [None] * torch.distributed.get_world_size()
@@ -164,9 +165,10 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 class Gathering:
-    """Makes tensors whole, one at a time, in an order that all ranks keep: gathering a sharded one needs them all.
+    """Gathers sharded tensors one at a time, in the same order on all ranks, because gathering is collective.
 
-    A rank that writes fetches each; the others, and one whose disk has failed on the way, only take part (`finish`).
+    The writing rank fetches each tensor. The other ranks, and a writing rank whose disk failed, only participate in the
+    remaining gathers (`finish`).
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -174,7 +176,7 @@ class Gathering:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         expected = self._left.popleft()
-        assert expected is tensor, "tensors must be fetched in the order in which they were given"
+        assert expected is tensor, "tensors must be fetched in the given order"
         return whole_on_cpu(tensor)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns steps into lines of log.jsonl, and takes back the lines of steps that were not saved."""
+"""Writes one line per step to log.jsonl, and removes the lines after a checkpoint when a run resumes from it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from ...files import open_for_appending, read_lines, replacing
-from ..run import plain_numbers
+from ...files import open_for_appending, plain_numbers, read_lines, replacing
 
-TIMING = ("tokens_per_second", "mfu", "seconds")  # what differs between two runs of the same numbers
+TIMING = ("tokens_per_second", "mfu", "seconds")  # differ between two otherwise equal runs
 
 
 class StepLog:
-    """Appends one line a step. A line is one write, so that a process that is killed leaves whole lines."""
+    """Appends one line per step, each with a single write, so that a killed process leaves complete lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
 
     def rewind(self, step: int) -> None:
-        """Drops what came after a step: the log goes on where the checkpoint does. Beside and renamed."""
+        """Removes the lines after a step, so that the log continues where the checkpoint does."""
         kept = [line for line in read_lines(self.path) if _step_of(line) <= step]
         if [_step_of(line) for line in kept] != list(range(1, step + 1)):
             raise ValueError(
                 f"{self.path} does not hold steps 1 to {step} in order, so it is not the log of this checkpoint; "
-                "put the file back, or start again in an empty folder"
+                "restore the file, or start again in an empty folder"
             )
         self.close()
         with replacing(self.path) as file:
@@ -35,13 +34,13 @@ class StepLog:
 
     def add(self, entry: dict[str, Any]) -> None:
         if self._file is None:
-            self._file = open_for_appending(self.path)  # open as long as the run
+            self._file = open_for_appending(self.path)  # stays open during the run
         line = as_line(entry)
         if self._file.write(line) != len(line):
-            raise OSError(f"{self.path} could not take the line of step {entry['step']}: is the disk full?")
+            raise OSError(f"{self.path} could not be written at step {entry['step']}: is the disk full?")
 
     def sync(self) -> None:
-        """Waits for the disk: a checkpoint must not be newer than its log."""
+        """fsync, because a checkpoint must not be newer than its log."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -52,7 +51,7 @@ class StepLog:
 
 
 def _step_of(line: dict[str, Any]) -> float:
-    """Infinity where a line names no step: it belongs to no checkpoint."""
+    """The step of a line; infinity if it has none, so that it is removed."""
     return line["step"] if type(line.get("step")) is int else math.inf
 
 
@@ -61,7 +60,7 @@ def as_line(entry: dict[str, Any]) -> bytes:
 
 
 def keep_whole_lines(path: Path) -> None:
-    """Cuts off a last line that a full disk or a lost machine has left unfinished: the next one must stand alone."""
+    """Removes an incomplete last line, left by a full disk or a crash, so that the next line starts on its own."""
     if not path.is_file():
         return
     with open(path, "r+b") as file:

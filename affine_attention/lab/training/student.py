@@ -1,9 +1,8 @@
-"""Turns a recipe into the student that it trains, and says which attention will run in it."""
+"""Builds the student of a recipe, and reports which attention implementation it will use."""
 
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from ... import explain
 from ...hf import STUDENTS, attach, is_attached, student
 from ...hf.loading import load_model
+from ...messages import did_you_mean
 from ...nn import AttentionMechanism
 from ..estimate import meta_student
 from ..inspection.capture import mechanism_layers
@@ -20,10 +20,10 @@ from ..recipe import Recipe
 
 
 def build_student(recipe: Recipe) -> Any:
-    """The student on the CPU, in float32: random weights of the recipe's seed, or those of a folder.
+    """The student on the CPU in float32, with random weights of the recipe's seed or with the weights of a folder.
 
-    Under one seed the weights that two mechanisms share are the same bit for bit, so that runs differ by the mechanism
-    alone: the plain model draws its weights first, W_a and W_g after it, and always on the CPU.
+    With the same seed, the weights that two mechanisms share are bitwise equal, so that runs differ only in the
+    mechanism: the model without the mechanism draws its weights first, then W_a and W_g, always on the CPU.
     """
     if recipe.student in STUDENTS:
         check_size(recipe)
@@ -31,30 +31,29 @@ def build_student(recipe: Recipe) -> Any:
             torch.manual_seed(recipe.seed)
             return student(recipe.student, recipe.mechanism, device="cpu", **recipe.student_changes)
     if not Path(recipe.student).is_dir():
-        near = get_close_matches(recipe.student, STUDENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"student must be one of {', '.join(STUDENTS)}, or a folder with a model, got {recipe.student!r}{hint}"
+            f"student must be one of {', '.join(STUDENTS)}, or a folder with a model, got {recipe.student!r}"
+            f"{did_you_mean(recipe.student, STUDENTS)}"
         )
     return _student_of_folder(recipe)
 
 
 def check_size(recipe: Recipe) -> None:
-    """Refuses sizes that cannot be built, or whose weights do not fit into memory, before they are built."""
+    """Raises ValueError if the student cannot be built or its weights do not fit into memory."""
     needed = 4 * sum(parameter.numel() for parameter in meta_student(recipe).parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(
             f"student {recipe.student!r} with student_changes {str(recipe.student_changes)[:300]} has weights of "
-            f"{needed / 2**30:.1f} GiB, and this machine has {memory / 2**30:.1f} GiB of memory; make it smaller"
+            f"{needed / 2**30:.1f} GiB, but this machine has {memory / 2**30:.1f} GiB of memory; use a smaller student"
         )
 
 
 def _student_of_folder(recipe: Recipe) -> Any:
-    """A model to go on from. One without a mechanism gets the recipe's, and keeps its outputs where it can."""
+    """A student from a folder. Without a mechanism it gets the recipe's, which keeps its outputs if possible."""
     if recipe.student_changes:
         raise ValueError(
-            f"student_changes must be empty for a student of a folder, whose configuration is fixed, got "
+            f"student_changes must be empty for a student from a folder, whose configuration is fixed, got "
             f"{recipe.student_changes!r}"
         )
     model = load_model(recipe.student, "student", dtype=torch.float32)
@@ -62,8 +61,8 @@ def _student_of_folder(recipe: Recipe) -> Any:
         own = mechanism_layers(model)[0].mechanism
         if own != recipe.mechanism:
             raise ValueError(
-                f"the student of {recipe.student} has the mechanism {own.to_dict()}, the recipe asks for "
-                f"{recipe.mechanism.to_dict()}; name its own, or detach it first (affine_attention.hf.detach)"
+                f"the student in {recipe.student} has the mechanism {own.to_dict()}, but the recipe has "
+                f"{recipe.mechanism.to_dict()}; use its own, or detach it first (affine_attention.hf.detach)"
             )
         return model
     with torch.random.fork_rng(devices=[]):
@@ -72,40 +71,40 @@ def _student_of_folder(recipe: Recipe) -> Any:
 
 
 def check_fit(recipe: Recipe, student: Any, corpus_vocabulary: int) -> None:
-    """Errors that would otherwise appear in the middle of a run, or never."""
+    """Checks vocabulary and positions: some mismatches would otherwise fail late or stay unnoticed."""
     config = student.config.get_text_config()
     if corpus_vocabulary > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has ids up to {corpus_vocabulary - 1}, the student {recipe.student!r} a vocabulary of "
-            f"{config.vocab_size}; set student_changes.vocab_size={corpus_vocabulary} or more, or take a smaller "
+            f"the tokenizer has ids up to {corpus_vocabulary - 1}, but the student {recipe.student!r} has a vocabulary "
+            f"of {config.vocab_size}; set student_changes.vocab_size={corpus_vocabulary} or more, or use a smaller "
             "tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.sequence_length > positions:
         raise ValueError(
-            f"sequence_length = {recipe.sequence_length} is more than the {positions} positions of the student "
+            f"sequence_length = {recipe.sequence_length} exceeds the {positions} positions of the student "
             f"{recipe.student!r} (max_position_embeddings); set student_changes.max_position_embeddings too"
         )
 
 
 def check_teacher(recipe: Recipe, student: Any, teacher: Any) -> None:
-    """The two must speak of the same tokens."""
+    """Checks that the vocabulary sizes match and that the sequence length fits the teacher."""
     ours, theirs = student.config.get_text_config().vocab_size, teacher.config.get_text_config().vocab_size
     if ours != theirs and not recipe.truncate_vocabulary:
         raise ValueError(
-            f"the student's vocabulary of {ours} is not the teacher's of {theirs}; set "
-            f"student_changes.vocab_size={theirs}, or truncate_vocabulary=true if the difference is padding"
+            f"the student's vocabulary size {ours} differs from the teacher's {theirs}; set "
+            f"student_changes.vocab_size={theirs}, or truncate_vocabulary=true if the extra tokens are padding"
         )
     positions = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and recipe.sequence_length > positions:
         raise ValueError(
-            f"sequence_length = {recipe.sequence_length} is more than the {positions} positions of the teacher "
+            f"sequence_length = {recipe.sequence_length} exceeds the {positions} positions of the teacher "
             f"{recipe.teacher!r} (max_position_embeddings)"
         )
 
 
 def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: torch.device) -> dict[str, str]:
-    """Which implementation the student's layers take for a micro-batch, and why: asked with the real shapes."""
+    """The attention implementation for a micro-batch of the student, and the reason (`explain` with real shapes)."""
     layer = next(module for module in student.modules() if isinstance(module, AttentionMechanism))
     config: Any = student.config.get_text_config()  # type: ignore[operator, union-attr]
     heads, width, length = layer.num_heads, layer.head_dim, recipe.sequence_length

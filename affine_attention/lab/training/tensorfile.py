@@ -1,8 +1,8 @@
-"""Turns named tensors into a safetensors file, one tensor at a time, and back.
+"""Writes and reads safetensors files one tensor at a time.
 
-The library's own writer wants all tensors in memory at once. Here a tensor is fetched from its GPU or gathered from its
-ranks when its turn comes, written, hashed in the same pass and dropped, so that a checkpoint costs the memory of its
-largest tensor. The format is that of safetensors (a length, a JSON header, the bytes), and the library reads it.
+The library's own writer needs all tensors in memory. Here each tensor is copied from the GPU or gathered from the ranks
+when it is written, hashed in the same pass and freed, so that saving needs only the memory of the largest tensor. The
+format is that of safetensors (a length, a JSON header, the bytes), and the library can read the files.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PIECE = 16 * 2**20  # bytes of one write
 
 
 class Written(NamedTuple):
-    """What a file should be, as it was in memory: the disk is checked against it."""
+    """Expected hash and size of a file, computed from the bytes in memory."""
 
     sha256: str
     bytes: int
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], fetch: Callable[[Tensor], Tensor]) -> Written:
-    """Writes tensors to a new safetensors file and waits for the disk.
+    """Writes tensors to a new safetensors file and syncs it to disk.
 
     Args:
         path: the file.
-        tensors: names and tensors, sharded or on a GPU as they are: only shapes and dtypes are read at first.
-        fetch: makes one of them whole, on the CPU; called for each in turn.
+        tensors: names and tensors, which may be sharded or on a GPU; only shapes and dtypes are read at first.
+        fetch: returns the full tensor on the CPU; called for each tensor in order.
     """
     pairs = list(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
-    """(shape, dtype in the words of the format) of each tensor of a safetensors file; no tensor is read."""
+    """(shape, dtype name of the format) of each tensor of a safetensors file; tensors are not read."""
     with _opened(path) as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         return {name: (list(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
@@ -76,7 +76,7 @@ def read_shapes(path: Path) -> dict[str, tuple[list[int], str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The library's reader, which holds the header against the file's size; its complaints with the file's name."""
+    """The library's reader, which checks the header against the file size; its errors get the file name."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -85,11 +85,11 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); was it cut off?") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); is it truncated?") from error
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
-    """Writes a new file, hashes what was meant to be written, and waits for the disk."""
+    """Writes a new file, hashes the bytes in memory, and syncs the file to disk."""
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for piece in pieces:
@@ -102,7 +102,7 @@ def write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    """The bytes of a CPU tensor, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
@@ -110,6 +110,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def _write_all(file, piece: memoryview) -> None:
-    """One write may take less than it was given: at a limit of the disk, the next one says why."""
+    """A write may be partial, for example on a full disk; the next write then raises the error."""
     while len(piece):
         piece = piece[file.write(piece) :]

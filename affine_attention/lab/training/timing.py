@@ -1,4 +1,4 @@
-"""Turns the ends of steps into training time, tokens a second and model FLOPs utilisation."""
+"""Measures the time of training steps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Time spent in training steps; looks at the model, evaluations and checkpoints stop it.
+    """Time spent in training steps, without probes, evaluations and checkpoints.
 
-    A step ends when its numbers have reached the host, which on a GPU means that its backward is done.
+    A step ends when its loss has been copied to the host, so that on a GPU its backward has finished.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds  # of all steps, those before a resume too
+        self.seconds = seconds  # of all steps, including those before a resume
         self._since = time.perf_counter()
 
     def start(self) -> None:
         self._since = time.perf_counter()
 
     def lap(self) -> float:
-        """Ends a step: its seconds."""
+        """Ends a step and returns its duration in seconds."""
         now = time.perf_counter()
         step, self._since = now - self._since, now
         self.seconds += step
@@ -29,7 +29,7 @@ class Stopwatch:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What happens inside is no part of any step."""
+        """The time inside this context is not counted."""
         begin = time.perf_counter()
         try:
             yield

@@ -1,15 +1,14 @@
-"""Turns a recipe into a run folder: builds student, teacher and data, checks that they fit, trains, keeps the model.
+"""Trains a recipe in a run folder: builds student, teacher and data, checks that they fit, trains, saves the model.
 
-    train(recipe, "runs/affine")      starts, or goes on where the newest whole checkpoint is
+    train(recipe, "runs/affine")      starts a run, or resumes it from the newest valid checkpoint
 
-Everything that can be known to be wrong is an error before the first step. On many ranks every rank calls `train`
-(torchrun or accelerate start them); rank 0 writes.
+Errors that can be detected early are raised before the first step. With several ranks, every rank calls `train`
+(started by torchrun or accelerate); rank 0 writes the files.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -17,32 +16,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainingArguments
 
+from ...files import write_json
 from ...visible import printable
 from ..data import Corpus, check_same_data, prepare
 from ..device import choose_device
-from ..distill.remembered import remember
 from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
+from ..distill.teacher_cache import cache_teacher_states
 from ..estimate import make_utilisation
 from ..fingerprint import fingerprint_model, fingerprint_source
+from ..machine import describe_machine
 from ..recipe import Recipe
-from ..run import SCHEMA, RunFolder, describe_machine, write_json
-from .arguments import training_arguments
-from .checkpoints import Checkpoints, check_room, sync, temporary_name
-from .claim import check_folder, claim, open_run
+from ..run import SCHEMA, RunFolder
+from .checkpoints import Checkpoints, check_disk_space
+from .compilation import compile_layers
 from .contents import check_contents
-from .guard import NotFiniteError, Stopped, StopSignals
-from .places import KeptPlaces
+from .distill_trainer import DistillTrainer
+from .final_model import save_model
+from .lock import check_folder, lock_run, prepare_run
+from .nonfinite import NotFiniteError
 from .progress import Progress, wants_progress
-from .state import whole_on_cpu
+from .signals import Stopped, StopSignals
 from .steplog import StepLog
+from .stream_position import ResumableStream
 from .student import build_student, check_fit, check_teacher, explain_attention
-from .trainer import DistillTrainer
+from .trainer_arguments import training_arguments
 
-REMEMBERED_TOKENS = 2**15  # in one forward of a teacher that is run before the training
-BYTES_OF_A_PARAMETER = 12  # float32 weights and AdamW's two averages
+CACHING_TOKENS = 2**15  # tokens per forward while the teacher's states are cached before training
+BYTES_PER_PARAMETER = 12  # in a checkpoint: float32 weight and AdamW's two moments
 
 
 def train(
@@ -56,35 +58,35 @@ def train(
     cache: Path | str | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
-    """Trains by a recipe in a folder, and returns the folder; a run that is there already goes on.
+    """Trains a recipe in a folder and returns the folder; an existing run is resumed.
 
     >>> train(Recipe(data=("text.txt",), steps=20, warmup_steps=2), "runs/first")  # doctest: +SKIP
 
     Args:
-        recipe: every setting. A folder that holds a run of other settings is refused, with what differs.
-        folder: the run; made if it is not there.
-        resume: False refuses a folder that holds a run.
+        recipe: every setting. If the folder holds a run with other settings, ValueError lists the differences.
+        folder: the run folder; created if it does not exist.
+        resume: False raises ValueError if the folder already holds a run.
         quiet: True shows no progress; None shows it on a terminal.
         report_to: integrations of Trainer, such as ("tensorboard",).
-        device: "cpu" or "cuda"; None takes a GPU where there is one.
-        cache: where tokenized text is kept; by default the user's cache folder.
-        on_step: called with each line of the log, on rank 0.
+        device: "cpu" or "cuda"; None uses a GPU if there is one.
+        cache: folder for tokenized text; by default the user's cache folder.
+        on_step: called on rank 0 with each entry of the log.
 
     Raises:
-        Stopped: SIGINT or SIGTERM came; the step was finished and saved. It is a SystemExit with code 130 or 143.
-        NotFiniteError: a loss or gradient was not finite; nothing was changed by that step.
-        CheckpointError: a checkpoint could not be written; those before it are there.
+        Stopped: on SIGINT or SIGTERM, after the current step was saved. It is a SystemExit with code 130 or 143.
+        NotFiniteError: a loss or gradient is not finite; the step was not applied.
+        CheckpointError: a checkpoint could not be written; earlier checkpoints are unchanged.
     """
     run, device = RunFolder(folder), _device(device)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    recipe.micro_batches(ranks)  # the arithmetic first: it costs nothing and is most often wrong
+    recipe.micro_batches(ranks)  # first: a cheap check that fails most often
     first = int(os.environ.get("RANK", 0)) == 0
     check_folder(run, recipe, resume)
     if run.finished:
         if first:
-            print(printable(f"{run.path} is finished: its model is in {run.model}"), file=sys.stderr)
+            print(printable(f"{run.path} is already finished: its model is in {run.model}"), file=sys.stderr)
         return run.path
-    with claim(run, first), _quiet():
+    with lock_run(run, first), _quiet_transformers():
         progress = Progress(recipe.steps, wants_progress(quiet) and first, recipe.name)
         try:
             return _train(recipe, run, ranks, device, report_to, cache, progress, on_step)
@@ -93,7 +95,7 @@ def train(
         except (Exception, KeyboardInterrupt) as error:
             if first and run.exists:
                 event = "stop" if isinstance(error, NotFiniteError | KeyboardInterrupt) else "error"
-                with suppress(OSError):  # the disk may be what has failed
+                with suppress(OSError):  # the disk may be the cause
                     run.add_event(event, reason=f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -113,52 +115,53 @@ def _train(
     arguments = training_arguments(recipe, run, ranks, device=device, report_to=report_to)
     if arguments.world_size != ranks:
         raise ValueError(
-            f"accelerate sees {arguments.world_size} ranks where WORLD_SIZE says {ranks}; start ranks with torchrun or "
-            "accelerate launch"
+            f"accelerate sees {arguments.world_size} ranks, but WORLD_SIZE is {ranks}; start the ranks with torchrun "
+            "or accelerate launch"
         )
     first, device = arguments.process_index == 0, arguments.device
     sources = recipe.located(run.path)
     corpus = load_corpus(sources, cache)
     text: Any = corpus.train_dataset(recipe.steps * recipe.global_batch, recipe.data_seed)
     if corpus.streaming:
-        text = KeptPlaces(text, recipe.global_batch)
+        text = ResumableStream(text, recipe.global_batch)
     heldout = corpus.heldout_dataset()
     student = build_student(recipe)
     check_fit(recipe, student, corpus.vocabulary_size)
     teacher = _load_teacher(sources, student, device)
-    remembers = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
-    if remembers:
-        text = remember(
+    caches_teacher = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
+    if caches_teacher:
+        text = cache_teacher_states(
             teacher, text, corpus.fingerprint, dtype=getattr(torch, recipe.dtype), cache=cache,
-            batch=max(arguments.per_device_train_batch_size, REMEMBERED_TOKENS // recipe.sequence_length),
-            before=lambda: _compile_layers(teacher) if recipe.compile else None,
+            batch=max(arguments.per_device_train_batch_size, CACHING_TOKENS // recipe.sequence_length),
+            before=lambda: compile_layers(teacher) if recipe.compile else None,
         )  # fmt: skip
     attention = explain_attention(recipe, student, arguments.per_device_train_batch_size, device)
     if run.exists and run.manifest_file.is_file():
         check_same_data(manifest_part(run, "data", dict), corpus)
-    teacher_is = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
+    teacher_hash = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
     if run.exists and run.manifest_file.is_file():
-        check_same_teacher(run, sources, teacher_is)
-    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_is}
-    check_place = text.check if isinstance(text, KeptPlaces) else None
+        check_same_teacher(run, sources, teacher_hash)
+    identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_hash}
+    check_stream = text.check if isinstance(text, ResumableStream) else None
     checkpoints = Checkpoints(
         run.checkpoints, recipe.keep_checkpoints, identity,
-        lambda path, step: check_contents(path, step, student, check_place),
+        lambda path, step: check_contents(path, step, student, check_stream),
     )  # fmt: skip
     parameters = sum(parameter.numel() for parameter in student.parameters())
     if first:
         missing = max(recipe.keep_checkpoints + 1 - len(checkpoints.steps()), 1)
-        check_room(run.path, parameters * (BYTES_OF_A_PARAMETER * missing + 4), f"{missing} checkpoints and the model")
+        needed = parameters * (BYTES_PER_PARAMETER * missing + 4)
+        check_disk_space(run.path, needed, f"{missing} checkpoints and the model")
 
-    # From here on the folder is written.
-    start = _from_rank_0(open_run(run, recipe, checkpoints, progress) if first else None)
+    # From here on, files in the folder are written.
+    start = _from_rank_0(prepare_run(run, recipe, checkpoints, progress) if first else None)
     if recipe.compile:
-        _compile_layers(student, teacher)
+        compile_layers(student, teacher)
     done = 0 if start is None else checkpoints.step_of(start)
 
     def begin() -> None:
-        """Of rank 0. Nothing of an earlier session is changed before its checkpoint has been loaded."""
-        _write_manifest(run, corpus, arguments, parameters, attention, teacher_is)
+        """Called on rank 0 after the checkpoint was loaded: earlier files are not changed if loading fails."""
+        _write_manifest(run, corpus, arguments, parameters, attention, teacher_hash)
         StepLog(run.log_file).rewind(done)
         run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
 
@@ -168,49 +171,49 @@ def _train(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
             tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step, on_ready=begin,
             utilisation=make_utilisation(
-                student, recipe.sequence_length, device, ranks, None if remembers else teacher
+                student, recipe.sequence_length, device, ranks, None if caches_teacher else teacher
             ),
         )  # fmt: skip
-    # Before this there is nothing to save, so a signal may do what it always does.
+    # Before this point there is nothing to save, so signals keep their usual effect.
     with signals, closing(trainer.step_log):
         if start is None:
             trainer.train()
         else:
-            trainer.go_on_from(start)
+            trainer.resume_from(start)
     if trainer.stopped_by:
         stopped = Stopped(trainer.stopped_by, trainer.state.global_step, run.path)
         if first:
             run.add_event("stop", step=stopped.step, reason=stopped.signal)
             progress.say(str(stopped))
         raise stopped
-    keep_model(trainer, run, corpus.tokenizer)
+    save_model(trainer, run, corpus.tokenizer)
     return run.path
 
 
 def check_same_teacher(run: RunFolder, recipe: Recipe, now: str | None) -> None:
-    """Refuses to go on with a teacher whose weights were replaced since the run began."""
+    """Raises ValueError if the teacher's weights changed since the run started."""
     before = run.manifest().get("teacher")
     if before != now:
         raise ValueError(
-            f"the weights of the teacher {recipe.teacher!r} are not those that {run.path} began with (sha256 {before}, "
-            f"now {now}); bring the old weights back to resume, or start a new run"
+            f"the weights of the teacher {recipe.teacher!r} changed since {run.path} started (sha256 {before}, now "
+            f"{now}); restore the old weights to resume, or start a new run"
         )
 
 
 def manifest_part(run: RunFolder, key: str, kind: type) -> Any:
-    """One part of manifest.json; an error names the file where it is missing or of another kind."""
+    """One entry of manifest.json; raises ValueError if it is missing or has another type."""
     found = run.manifest().get(key)
     if not isinstance(found, kind):
         words = "an object" if kind is dict else "a list"
-        raise ValueError(f"{run.manifest_file} must have {key} as {words}; put the old file back, or start a new run")
+        raise ValueError(f"{run.manifest_file} must have {key} as {words}; restore the file, or start a new run")
     return found
 
 
 def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
-    """The data of a recipe: read, tokenized and packed, or found in the cache."""
+    """The data of a recipe, tokenized and packed, or from the cache."""
     if not recipe.data:
         raise ValueError(
-            "data is empty: name text, jsonl or parquet files, folders, globs, or hf:NAME[:CONFIG][@SPLIT]"
+            "data is empty: give text, jsonl or parquet files, folders, globs, or hf:NAME[:CONFIG][@SPLIT]"
         )
     corpus = prepare(
         recipe.data,
@@ -238,63 +241,24 @@ def _teacher_tokenizer(recipe: Recipe) -> Any:
     tokenizer = load_teacher_tokenizer(recipe.teacher)
     if tokenizer is None:
         raise ValueError(
-            f"teacher {recipe.teacher!r} has no tokenizer beside it; name the one that it was trained with"
+            f"teacher {recipe.teacher!r} has no tokenizer in its folder; set tokenizer to the one it was trained with"
         )
     return tokenizer
-
-
-def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
-    """Writes model/ beside and renames it: where it is, the run is finished. Every rank must call."""
-    from safetensors import SafetensorError
-
-    model = trainer.model
-    state = {name: whole_on_cpu(tensor) for name, tensor in model.state_dict().items()} if _is_sharded(model) else None
-    if trainer.is_world_process_zero():
-        beside = run.path / temporary_name("model")
-        try:
-            beside.mkdir()
-            model.save_pretrained(beside, state_dict=state)
-            tokenizer.save_pretrained(beside)
-            for path in (*beside.iterdir(), beside):
-                if path.is_file():
-                    path.chmod(0o666 & ~_umask())  # safetensors' writer makes files that only their owner can read
-                sync(path)
-            if run.model.is_dir():  # to remove a pipe in its place would wait for somebody who writes to it
-                shutil.rmtree(run.model)
-            os.rename(beside, run.model)
-            sync(run.path)
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(run.path).free
-            raise OSError(
-                f"the model could not be written to {run.model}: {error} ({free:,} bytes free on its disk); the last "
-                "checkpoint is there, so training again writes the model alone"
-            ) from error
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-        run.add_event("finish", step=trainer.state.global_step, seconds=round(trainer.watch.seconds, 3))
-    trainer.accelerator.wait_for_everyone()
-
-
-def _umask() -> int:
-    """The process's mask of permissions, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _device(device: torch.device | str | None) -> torch.device:
     chosen = choose_device(device)
     if chosen.index:
         raise ValueError(
-            f"device={str(chosen)!r}: one process takes the first GPU that it sees; choose another with "
-            f"CUDA_VISIBLE_DEVICES={chosen.index}, or take several with torchrun"
+            f"device={str(chosen)!r}: a process uses the first GPU that it sees; choose another with "
+            f"CUDA_VISIBLE_DEVICES={chosen.index}, or use several GPUs with torchrun"
         )
     return chosen
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, transformers keeps its bars and advice to itself: a run has one bar, and errors are raised."""
+def _quiet_transformers() -> Iterator[None]:
+    """Switches off transformers' progress bars and warnings: a run has its own bar."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -310,7 +274,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _tensorboard_in(folder: Path) -> Iterator[None]:
-    """Where Trainer's TensorBoard integration, made inside, writes; a user's own choice stands."""
+    """Sets the TensorBoard folder for a Trainer that is created inside, unless the user has set one."""
     name = "TENSORBOARD_LOGGING_DIR"
     own = name in os.environ
     os.environ.setdefault(name, str(folder))
@@ -336,30 +300,6 @@ def _from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def _compile_layers(*models: nn.Module | None) -> None:
-    """Each layer by itself, in place: the mask is made outside, and no name in the state dict changes.
-
-    All layers of a model share one graph. What earlier runs of this process compiled is forgotten: dynamo keeps a few
-    graphs of one function and then falls back to eager code, which nobody would notice.
-    """
-    torch._dynamo.reset()
-    for model in models:
-        if model is not None:
-            _compile_in_place(model)
-
-
-# Four projections read the normed input where plain attention has three. In backward their gradients are added up, and
-# inductor writes what reads more than four tensors to memory, in float32, to read it back in the norm's backward.
-COMPILE_OPTIONS = {"realize_reads_threshold": 8}
-
-
-def _compile_in_place(model: nn.Module) -> None:
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in kinds:
-            module.compile(options=COMPILE_OPTIONS)
-
-
 def _write_manifest(
     run: RunFolder,
     corpus: Corpus,
@@ -368,7 +308,7 @@ def _write_manifest(
     attention: dict[str, Any],
     teacher: str | None,
 ) -> None:
-    """What someone needs to know about the run; a resumed one keeps the facts of its start and adds a session."""
+    """Writes the facts about the run; a resumed run keeps those of its start and adds a session."""
     machine = describe_machine(arguments.device)
     session = machine | {"ranks": arguments.world_size, "attention": attention}
     if run.manifest_file.is_file():
@@ -383,7 +323,3 @@ def _write_manifest(
             "sessions": [session],
         }  # fmt: skip
     write_json(run.manifest_file, manifest)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

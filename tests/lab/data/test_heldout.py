@@ -1,4 +1,4 @@
-"""Which documents are held out is decided by their text alone."""
+"""Held-out documents depend only on their text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from affine_attention.lab.data.heldout import CopySplit, FractionSplit, heldout_documents, place_of
+from affine_attention.lab.data.heldout import CopySplit, FractionSplit, hash_fraction, heldout_documents
 from affine_attention.lab.recipe import Recipe
 
 from .texts import make_documents
@@ -36,8 +36,8 @@ def test_order_and_added_documents_change_nothing(seed, count):
 
 def test_copies_go_with_their_document_whatever_their_white_space():
     text = DOCUMENTS[0]
-    assert place_of(text) == place_of("  " + text.replace("\n", "\r\n\t") + "\n")
-    assert place_of(text) != place_of(text + ".")
+    assert hash_fraction(text) == hash_fraction("  " + text.replace("\n", "\r\n\t") + "\n")
+    assert hash_fraction(text) != hash_fraction(text + ".")
     split = CopySplit(DOCUMENTS[:10])
     assert [split.holds(t.replace(" ", "  ")) for t in DOCUMENTS[:20]] == [True] * 10 + [False] * 10
     assert split.copies == 10

@@ -1,4 +1,4 @@
-"""Packing loses and repeats no token, its order depends on the seed alone, and packed documents are alone."""
+"""Packing uses every token once, its order depends only on the seed, and packed documents are independent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_token_is_lost_or_repeated_in_an_epoch(lengths, size, epochs, seed):
 
 
 @given(lengths=lengths_of_documents, size=st.integers(2, 20))
-def test_positions_restart_and_first_tokens_are_no_labels(lengths, size):
+def test_positions_restart_and_first_tokens_are_ignored_labels(lengths, size):
     ids, starts = tokens_of(lengths)
     if len(ids) < size:
         return
@@ -74,14 +74,17 @@ def test_every_epoch_and_seed_has_its_own_order():
 
 def test_the_order_of_a_seed_never_changes():
     dataset = PackedDataset(np.arange(40), None, 4, 20, seed=7)
-    first, second = [0, 1, 5, 7, 6, 9, 4, 3, 2, 8], [9, 8, 5, 6, 2, 3, 7, 0, 1, 4]  # another order: old runs break
+    first, second = (
+        [0, 1, 5, 7, 6, 9, 4, 3, 2, 8],
+        [9, 8, 5, 6, 2, 3, 7, 0, 1, 4],
+    )  # with another order, old runs could not resume
     assert [dataset.block(item) for item in range(20)] == first + second
 
 
 @pytest.mark.parametrize("size", [8, 4, 2, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_step_takes_the_same_sequences_however_it_is_split(size, ranks):
-    """As accelerate deals batches out: a step is `accumulation` batches of `size` on each rank."""
+    """As accelerate distributes batches: a step is `accumulation` batches of `size` on each rank."""
     global_batch, steps = 8, 5
     dataset = PackedDataset(np.arange(120, dtype=np.uint16), None, 4, global_batch * steps, seed=3)
     expected = [{int(dataset[s * global_batch + i]["input_ids"][0]) for i in range(global_batch)} for s in range(steps)]
@@ -113,7 +116,7 @@ def test_examples_fit_the_collators():
 
 
 @pytest.mark.parametrize("mechanism", ["affine", "softmax", "affine_gated", "sink"])
-def test_a_packed_document_has_the_logits_of_the_document_alone(mechanism):
+def test_a_packed_document_has_the_logits_of_the_single_document(mechanism):
     torch.manual_seed(0)
     model = student("llama-1m", mechanism, vocab_size=64, num_hidden_layers=2).eval()
     for name, value in model.named_buffers():

@@ -14,17 +14,10 @@ import torch
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from affine_attention.lab.data import prepare, read_documents, train_tokenizer
+from affine_attention.lab.data import prepare, read_documents
 from affine_attention.lab.data.heldout import FractionSplit
 
-from .texts import SHARED, make_documents, write_json_lines, write_text
-
-DOCUMENTS = make_documents(120)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(DOCUMENTS, 300)
+from .texts import DOCUMENTS, SHARED, make_documents, write_json_lines, write_text
 
 
 @pytest.fixture
@@ -176,19 +169,19 @@ def test_bad_data_is_named_before_anything_runs(tmp_path, tokenizer):
 
     good = write_text(tmp_path / "good.txt", DOCUMENTS)
     cases = [
-        (bad("empty.txt", b""), {}, "empty.txt holds no text"),
-        ([good, bad("blank.txt", b" \n\n\n")], {}, "blank.txt holds no text"),
+        (bad("empty.txt", b""), {}, "empty.txt contains no text"),
+        ([good, bad("blank.txt", b" \n\n\n")], {}, "blank.txt contains no text"),
         ([good, bad("latin.txt", b"ok\n\xe9t\xe9")], {}, "latin.txt: not UTF-8 at byte 3"),
-        (bad("a.parquet", b"PAR1 cut"), {}, "a.parquet: not a whole parquet file"),
+        (bad("a.parquet", b"PAR1 cut"), {}, "a.parquet: not a complete parquet file"),
         (bad("a.jsonl", b'{"text": "a"}\n{"text": '), {}, "a.jsonl:2"),
         (bad("b.jsonl", b'{"content": "a"}\n'), {"text_column": "contents"}, "did you mean 'content'?"),
         (bad("a.pkl", b""), {}, "a.pkl"),
         (tmp_path / "gone.txt", {}, "gone.txt does not exist"),
-        (write_text(tmp_path / "one.txt", DOCUMENTS[:1]), {}, "one document"),
+        (write_text(tmp_path / "one.txt", DOCUMENTS[:1]), {}, "a single document"),
         (good, {"heldout": 1e-7}, "holds out none of the 120 documents; heldout="),
         (good, {"sequence_length": 100_000}, "training part has"),
         (good, {"sequence_length": 1500}, "held-out part has"),
-        (good, {"sequence_length": 1}, "sequence_length must be a whole number of at least 2, got 1"),
+        (good, {"sequence_length": 1}, "sequence_length must be an integer of at least 2, got 1"),
         (good, {"heldout": 1.0}, "heldout must be a share from 0 to below 1"),
         (good, {"heldout": tmp_path / "gone.txt"}, "gone.txt does not exist"),
         (good, {"heldout": good}, "no document is left to train on"),

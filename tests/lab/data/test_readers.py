@@ -1,4 +1,4 @@
-"""Files of every kind give their documents, and what is wrong with a file is named with its place."""
+"""Files of every kind give their documents, and errors name the file and the position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_empty_line_a_line_or_the_file_ends_a_document(tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
-def test_compressed_files_and_cut_ones(tmp_path, suffix, module):
+def test_compressed_and_truncated_files(tmp_path, suffix, module):
     plain = write_text(tmp_path / "a.txt", DOCUMENTS * 50)
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(module.compress(plain.read_bytes()))
@@ -39,7 +39,7 @@ def test_compressed_files_and_cut_ones(tmp_path, suffix, module):
     with pytest.raises(OSError) as error:
         list(read_file(path))
     assert str(path) in str(error.value)
-    assert "cut short" in str(error.value)
+    assert "truncated" in str(error.value)
 
 
 def test_what_is_not_utf8_is_named_by_byte_and_line(tmp_path):
@@ -71,7 +71,7 @@ def test_json_lines(tmp_path):
         ('["text"]', "a.jsonl:2: an array"),
         ('"text"', "a.jsonl:2: must be a JSON object, got str"),
         ('{"txt": "a", "id": 3}', "a.jsonl:2: no column 'text', it has txt, id; set text_column (did you mean 'txt'?)"),
-        (r'{"text": "half \ud800"}', "a.jsonl:2: column 'text' holds half a surrogate pair at 5"),
+        (r'{"text": "half \ud800"}', "a.jsonl:2: column 'text' has a lone surrogate at index 5"),
         ('{"text": 3}', "a.jsonl:2: column 'text' must hold text, got int"),
     ],
 )
@@ -96,13 +96,13 @@ def test_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
-def test_a_cut_parquet_file_is_named(tmp_path, keep):
+def test_a_truncated_parquet_file_is_reported(tmp_path, keep):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": DOCUMENTS}), path)
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size) if keep < 1 else keep])
     with pytest.raises(ValueError) as error:
         list(read_file(path))
-    assert f"{path}: not a whole parquet file" in str(error.value)
+    assert f"{path}: not a complete parquet file" in str(error.value)
 
 
 def test_parquet_with_bytes_changed_inside_is_named(tmp_path):
@@ -116,7 +116,7 @@ def test_parquet_with_bytes_changed_inside_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.csv", "a", "a.xz", "a.parquet.gz", "a.txt.zst"])
-def test_other_extensions_are_refused(tmp_path, name):
+def test_other_extensions_are_rejected(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(json.dumps({"text": "a"}).encode())
     assert kind_of(path) is None
@@ -126,7 +126,7 @@ def test_other_extensions_are_refused(tmp_path, name):
     assert ".jsonl" in str(error.value)
 
 
-def test_a_line_or_document_without_end_is_refused(tmp_path, monkeypatch):
+def test_a_line_or_document_without_end_is_rejected(tmp_path, monkeypatch):
     from affine_attention.lab.data import readers
 
     monkeypatch.setattr(readers, "LONGEST_DOCUMENT", 1000)
@@ -154,5 +154,5 @@ def test_a_pipe_is_not_read(tmp_path):
 
 def test_a_deep_record_is_named_by_its_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000 + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: not a JSON object"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not a readable JSON object"):
         list(read_file(tmp_path / "a.jsonl"))

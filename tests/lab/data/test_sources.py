@@ -1,4 +1,4 @@
-"""Names of sources lead to documents: files, folders, patterns, saved datasets and datasets of the library."""
+"""Documents of files, folders, patterns, saved datasets and hub datasets."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_files_folders_and_patterns(folder):
     assert list(read_documents([folder / "b.txt", folder / "a.jsonl"])) == SECOND + FIRST
 
 
-def test_names_that_lead_nowhere(folder):
+def test_sources_that_do_not_exist(folder):
     for name, kind, message in (
         (folder / "b.tx", FileNotFoundError, f"did you mean {folder / 'b.txt'}?"),
         (folder / "*.parquet", FileNotFoundError, "no file matches"),
         (folder / "none" / "a.txt", FileNotFoundError, "does not exist"),
         ([], ValueError, "no data"),
         ("hf:", ValueError, "hf:NAME[:CONFIG][@SPLIT]"),
-        ([folder, folder / "b.txt"], ValueError, "b.txt is named twice"),
+        ([folder, folder / "b.txt"], ValueError, "b.txt is given twice"),
     ):
         with pytest.raises(kind) as error:
             list(read_documents(name))
@@ -106,17 +106,17 @@ def test_datasets_of_the_library(shards):
 
 
 @pytest.mark.parametrize("form", ["hf:{}", "{}/train-*.jsonl"])
-def test_a_stream_goes_on_from_its_place(shards, form):
+def test_a_stream_resumes_from_its_position(shards, form):
     for source in find_sources(form.format(shards)):
         stream = source.stream(Layout(), seed=3, rank=0, ranks=1)
         whole = list(stream.start(epoch=1))
         for stop in range(1, len(whole), 3):
             reading = stream.start(epoch=1)
             before = [next(reading) for _ in range(stop)]
-            place = json.loads(json.dumps(stream.place()))
+            position = json.loads(json.dumps(stream.position()))
             again = source.stream(Layout(), seed=3, rank=0, ranks=1)
-            assert before + list(again.start(epoch=1, place=place)) == whole
-            assert list(again.start(epoch=1)) == whole  # the place is not remembered
+            assert before + list(again.start(epoch=1, position=position)) == whole
+            assert list(again.start(epoch=1)) == whole  # the position is not kept
         if form == "hf:{}":
             assert Counter(whole) == Counter(EVERYTHING)
             assert list(stream.start(epoch=2)) != whole
@@ -179,7 +179,7 @@ def test_the_text_that_ships_with_the_package():
         list(read_documents("embedded:shakespeare"))
 
 
-def test_links_in_a_circle_end(tmp_path):
+def test_cyclic_links_are_not_followed(tmp_path):
     folder = tmp_path
     for name in "abc":
         folder = folder / name
@@ -193,8 +193,8 @@ def test_links_in_a_circle_end(tmp_path):
         assert sorted(read_documents(pattern)) == ["a", "b", "c"]
 
 
-def test_a_device_is_said_to_be_one():
-    with pytest.raises(ValueError, match="/dev/zero is neither a file nor a folder"):
+def test_a_device_is_rejected():
+    with pytest.raises(ValueError, match="/dev/zero must be a file or a folder"):
         find_sources("/dev/zero")
-    with pytest.raises(ValueError, match="got an empty name"):
+    with pytest.raises(ValueError, match="must not be an empty string"):
         find_sources("")

@@ -1,4 +1,4 @@
-"""A folder of the cache is whole or not there, whatever happens while it is written."""
+"""A cache folder is complete or absent, whatever happens while it is written."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     process.start()
     message = answers.get(timeout=20)
     process.join()
-    assert f"the cache {tmp_path / 'cache'} cannot be written (File too large); name another" in message
+    assert f"the cache {tmp_path / 'cache'} cannot be written (File too large); choose another" in message
     assert names(tmp_path / "cache") == []
 
 
@@ -141,7 +141,7 @@ def test_of_several_processes_one_writes(tmp_path):
     assert names(cache) == ["key"]
 
 
-def test_a_killed_writer_is_no_hindrance(tmp_path):
+def test_a_killed_writer_does_not_block_others(tmp_path):
     log, cache = tmp_path / "log", tmp_path / "cache"
     process = multiprocessing.get_context("fork").Process(target=write_in_cache, args=(cache, 60, log))
     process.start()

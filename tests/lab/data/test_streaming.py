@@ -1,4 +1,4 @@
-"""A stream gives every document once an epoch, goes on exactly where it stopped, and is shared by ranks."""
+"""A stream yields every document once per epoch, resumes exactly, and is shared by ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_held_out_documents_are_not_in_the_stream(corpus, tokenizer):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 8, 9, 40, 119])
-def test_a_stream_goes_on_where_it_stopped(corpus, stop):
+def test_a_stream_resumes_where_it_stopped(corpus, stop):
     whole = list(corpus.train_dataset(120, seed=5))
     dataset = corpus.train_dataset(120, seed=5)
     reading = iter(dataset)
@@ -139,7 +139,7 @@ def test_ranks_can_share_the_documents(corpus):
     assert "rank" in str(error.value)
 
 
-def test_several_workers_are_refused(corpus, monkeypatch):
+def test_several_workers_are_rejected(corpus, monkeypatch):
     worker = WorkerInfo(id=1, num_workers=2, seed=0, dataset=None)  # as the loader sets it in a worker
     monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", worker)
     with pytest.raises(ValueError) as error:
@@ -150,7 +150,7 @@ def test_several_workers_are_refused(corpus, monkeypatch):
 def test_what_cannot_be_streamed(folder, tokenizer, tmp_path):
     with pytest.raises(ValueError) as error:
         make_corpus(folder, None, tmp_path, vocabulary_size=300)
-    assert "cannot train a tokenizer" in str(error.value)
+    assert "tokenizer cannot be trained on a stream" in str(error.value)
     with pytest.raises(ValueError) as error:
         make_corpus(f"hf:{folder}", tokenizer, tmp_path, text_column="txt")
     assert "did you mean 'text'?" in str(error.value)

@@ -1,4 +1,4 @@
-"""Tokenizers load from wherever they are, train the same twice, and encode documents as they would alone."""
+"""Tokenizers load from every location, train deterministically, and encode documents independently."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_tokenizer_is_found_by_folder_file_and_bare_file(trained, tmp_path):
         assert DocumentEncoder(loaded).fingerprint() == DocumentEncoder(trained).fingerprint()
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path):
+def test_an_invalid_tokenizer_is_reported(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     (tmp_path / "a.pkl").write_bytes(b"")
     (tmp_path / "empty").mkdir()
@@ -61,9 +61,9 @@ def test_a_vocabulary_that_cannot_be_trained(size):
     assert "vocabulary_size" in str(error.value)
 
 
-def test_documents_are_encoded_as_each_alone(trained):
+def test_documents_are_encoded_independently(trained):
     encoder = DocumentEncoder(trained)
-    encoded = [ids for batch in encoder.encode_all(DOCUMENTS) for ids in batch]
+    encoded = encoder.encode(DOCUMENTS)
     for text, ids in zip(DOCUMENTS, encoded, strict=True):
         assert ids.dtype == np.uint16
         assert ids.tolist() == [*trained(text)["input_ids"], trained.eos_token_id]

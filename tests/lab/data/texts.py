@@ -25,3 +25,6 @@ def write_text(path: Path, documents: list[str]) -> Path:
 def write_json_lines(path: Path, documents: list[str], column: str = "text") -> Path:
     path.write_text("".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents)))
     return path
+
+
+DOCUMENTS = make_documents(120)

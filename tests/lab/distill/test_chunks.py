@@ -1,4 +1,4 @@
-"""The chunked loss is the plain formula, value and every gradient: against fp64, and against other libraries."""
+"""The chunked loss equals the plain formula in value and gradients: against fp64, and against other libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from affine_attention.lab.distill.chunks import IGNORED, Head, LossParts, Terms, chunked_loss, plain_rows
+from affine_attention.lab.distill.chunks import IGNORED, Head, LossParts, chunked_loss, row_loss
+from affine_attention.lab.distill.terms import LogitRows, Terms
 
 TOKENS, VOCABULARY, WIDTH, TEACHER_WIDTH = 23, 67, 12, 20
 LEAVES = ("hidden", "weight", "bias")
@@ -31,7 +32,7 @@ def make(dtype=torch.float64, tokens=TOKENS, seed=0, spread=1.0):
 
 
 def plain_loss(tensors, labels, terms, softcap=None, teacher_softcap=None):
-    """As anyone would write it: full logits, autograd."""
+    """The straightforward version: full logits and autograd."""
     kept = labels != IGNORED
 
     def logits(prefix, cap):
@@ -95,7 +96,7 @@ def test_gradcheck():
     tensors, labels = make(tokens=6)
 
     class Repeatable(torch.autograd.Function):
-        """gradcheck goes backward twice through one forward; the loss hands its gradients over once."""
+        """gradcheck goes backward twice through one forward; the loss frees its gradients in the first backward."""
 
         @staticmethod
         def forward(ctx, *given):
@@ -118,7 +119,7 @@ def test_gradcheck():
     )
 
 
-def test_a_second_backward_is_refused():
+def test_a_second_backward_raises():
     tensors, labels = make()
     parts = ours({name: x.requires_grad_() for name, x in tensors.items()}, labels, Terms())
     parts.total_sum.backward(retain_graph=True)
@@ -129,7 +130,7 @@ def test_a_second_backward_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_as_good_as_plain_pytorch(dtype):
-    """Error against fp64 of the same numbers, at most that of plain PyTorch with fp32 softmax, with some room."""
+    """Error against fp64 of the same numbers, at most twice that of plain PyTorch with fp32 softmax."""
     tensors, labels = make(dtype, tokens=200)
     exact, exact_grads, _ = with_gradients(plain_loss, {n: x.double() for n, x in tensors.items()}, labels, Terms(1, 1))
 
@@ -146,15 +147,15 @@ def test_low_precision_is_as_good_as_plain_pytorch(dtype):
     plain, plain_grads, _ = with_gradients(half_plain, tensors, labels, Terms(1, 1))
     parts, grads, _ = with_gradients(ours, tensors, labels, Terms(1, 1), rows=7)
     assert parts.total_sum.dtype == torch.float32
-    room = exact.total_sum.item() * torch.finfo(dtype).eps
-    assert abs(parts.total_sum - exact.total_sum) <= 2 * abs(plain.total_sum - exact.total_sum) + room
+    tolerance = exact.total_sum.item() * torch.finfo(dtype).eps
+    assert abs(parts.total_sum - exact.total_sum) <= 2 * abs(plain.total_sum - exact.total_sum) + tolerance
     for name in LEAVES:
         assert grads[name].dtype == dtype
         found, yardstick = ((g[name].double() - exact_grads[name]).norm() for g in (grads, plain_grads))
         assert found <= 2 * yardstick, f"{name}: {found} against {yardstick}"
 
 
-def test_under_autocast_the_products_are_half_and_the_weights_stay_float():
+def test_under_autocast_products_are_bf16_and_weights_stay_fp32():
     tensors, labels = make(torch.float32)
     exact, exact_grads, _ = with_gradients(plain_loss, tensors, labels, Terms())
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +170,7 @@ def test_under_autocast_the_products_are_half_and_the_weights_stay_float():
         assert (grads[name] - exact_grads[name]).norm() < 0.05 * exact_grads[name].norm()
 
 
-def test_the_head_sums_its_gradient_in_float():
+def test_the_head_accumulates_its_gradient_in_fp32():
     """A weight in bf16 whose chunks were summed in bf16 would stall: 300 times 1 ends at 256."""
     hidden = torch.ones(300, 1, dtype=torch.bfloat16)
     weight = torch.tensor([[0.0], [-100.0]], dtype=torch.bfloat16, requires_grad=True)
@@ -237,11 +238,11 @@ def test_large_logits_stay_finite():
         assert (grads[name] - exact_grads[name]).norm() < 1e-3 * exact_grads[name].norm() + 1e-3
 
 
-def test_a_teacher_that_agrees_has_nothing_to_teach():
+def test_kd_and_its_gradient_are_zero_for_equal_logits():
     rows = torch.randn(3, 8)
     kd, ce = torch.zeros(3), torch.zeros(3)
     expected = F.cross_entropy(rows, torch.tensor([0, 1, 2]), reduction="none")
-    plain_rows(rows, rows.clone(), torch.tensor([0, 1, 2]), Terms(), None, None, kd, ce, True)
+    row_loss(LogitRows(rows, rows.clone(), torch.tensor([0, 1, 2]), Terms(), None, None, kd, ce), True)
     torch.testing.assert_close(kd, torch.zeros(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(rows, torch.zeros(3, 8), atol=1e-6, rtol=0)  # now the gradient
     torch.testing.assert_close(ce, expected)
@@ -262,7 +263,7 @@ def test_liger_agrees():
         first, rest = list(leaves.values())[:4], list(leaves.values())[4:]
         total, soft, hard = theirs(*first, labels, *rest)
         parts, grads, _ = with_gradients(ours, tensors, labels, terms)
-        # Its soft loss has no temperature², and both are means over the tokens that count.
+        # Its soft loss has no temperature², and both are means over the tokens that are not ignored.
         assert parts.kd_sum.item() / temperature**2 / parts.tokens == pytest.approx(soft.item(), rel=1e-4)
         assert parts.ce_sum.item() / parts.tokens == pytest.approx(hard.item(), rel=1e-4)
         if temperature == 1:
@@ -287,22 +288,6 @@ def test_trl_agrees():
     assert float(parts.kd_sum) == pytest.approx(theirs.item() * terms.temperature**2, rel=1e-5)
     for name in LEAVES:
         torch.testing.assert_close(grads[name], leaves[name].grad * terms.temperature**2, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kd_weight": -1.0}, ("kd_weight", "-1.0")),
-        ({"kd_weight": 0.0}, ("both 0",)),
-        ({"temperature": 0.0}, ("temperature", "0.0")),
-        ({"ce_weight": float("nan")}, ("ce_weight", "nan")),
-        ({"divergence": "reverse_kl"}, ("forward_kl, soft_cross_entropy", "'reverse_kl'")),
-    ],
-)
-def test_bad_terms(changes, words):
-    with pytest.raises(ValueError) as error:
-        Terms(**changes)
-    assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize(

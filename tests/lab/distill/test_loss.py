@@ -124,7 +124,7 @@ def test_another_vocabulary():
     with pytest.warns(UserWarning, match="first 64 tokens"):
         parts = loss(student, teacher, batch())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned only once
         loss(student, teacher, batch())
     with torch.no_grad():
         teacher.lm_head.weight = torch.nn.Parameter(teacher.lm_head.weight[:VOCABULARY])
@@ -186,7 +186,7 @@ def train(model, teacher, inputs, ranks):
 
 
 def worker(rank: int, port: int, folder: str) -> None:
-    faulthandler.dump_traceback_later(120, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(120, exit=True)  # prints a traceback if a rank hangs
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)

@@ -1,4 +1,4 @@
-"""A teacher is whole, frozen, read without pickles, and speaks of the student's tokens."""
+"""A teacher is complete, frozen, read without pickles, and has the student's tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_folder_of_a_run(tmp_path):
     assert load_teacher_tokenizer(tmp_path) is None
 
 
-def test_a_tokenizer_beside_it(tmp_path):
+def test_the_tokenizer_in_its_folder(tmp_path):
     plain_model("llama").save_pretrained(tmp_path)
     words("?", "a", "b").save_pretrained(tmp_path)
     check_same_tokens(words("?", "a", "b"), load_teacher_tokenizer(tmp_path))
@@ -79,7 +79,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_teacher_with_random_parts_is_refused(tmp_path):
+def test_a_teacher_with_random_parts_is_rejected(tmp_path):
     from safetensors.torch import load_file, save_file
 
     plain_model("llama").save_pretrained(tmp_path)
@@ -91,7 +91,7 @@ def test_a_teacher_with_random_parts_is_refused(tmp_path):
     assert "no weights for model.layers.0.mlp.up_proj.weight" in str(error.value)
 
 
-def test_folders_that_are_none(tmp_path):
+def test_invalid_folders(tmp_path):
     with pytest.raises(FileNotFoundError) as missing:
         load_teacher(tmp_path / "nowhere")
     assert "nowhere" in str(missing.value)

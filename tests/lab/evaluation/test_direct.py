@@ -1,4 +1,4 @@
-"""The direct engine gives the scores of lm-evaluation-harness, whatever the batch and the order."""
+"""The direct engine gives the scores of lm-evaluation-harness for any batch size and order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_gives_the_scores_of_the_harness_on_real_sets():
     assert {entry["n"] for entry in ours.values()} == {12}
 
 
-def test_neither_batch_size_nor_order_is_seen(tmp_path):
+def test_scores_do_not_depend_on_batch_size_or_order(tmp_path):
     model, tokenizer = tiny_model(), tiny_tokenizer()
     items = [ready_made("piqa", record) for record in RECORDS["piqa"]] * 3
     for index, item in enumerate(items):
@@ -73,7 +73,7 @@ def test_neither_batch_size_nor_order_is_seen(tmp_path):
     assert 0 < results[0]["piqa"]["metrics"]["acc"]["value"] < 1, "a score that could differ"
 
 
-def test_equal_choices_are_decided_alike(tmp_path):
+def test_ties_are_broken_like_the_harness(tmp_path):
     """The first of equal choices wins, in the harness too; only equal log-likelihoods make that so."""
     items = [{"ctx": f"Number {n}", "choices": ["the same words", "the same words"], "gold": n % 2} for n in range(8)]
     write_lines(tmp_path / "twins.jsonl", items)

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from affine_attention import Mechanism
+from affine_attention.files import write_json
 from affine_attention.lab.evaluation.evaluate import default_length, evaluate, format_evaluation, merge, output_file
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import RunFolder, write_json
+from affine_attention.lab.run import RunFolder
 from tests.hf.models import plain_model
 from tests.lab.evaluation.models import (
     RECORDS,
@@ -82,7 +83,7 @@ def test_results_of_other_weights_are_not_kept(place, tmp_path):
     save_checkpoint(run / "model")
     evaluate(run, perplexity={"held": place / "held.jsonl"}, limit=2, device="cpu")
     save_checkpoint(run / "model", "softmax")
-    with pytest.warns(UserWarning, match="made of other weights"):
+    with pytest.warns(UserWarning, match="results of other weights"):
         found = evaluate(run, perplexity={"prose": place / "prose.txt"}, limit=2, device="cpu")
     assert set(found["perplexity"]) == {"prose"}
 
@@ -106,7 +107,7 @@ def test_a_checkpoint_and_a_model_give_what_the_run_gives(place, tmp_path):
     assert loaded["made"]["model"] is not None
 
 
-def test_neither_batch_size_nor_order_is_seen(place, tmp_path):
+def test_scores_do_not_depend_on_batch_size_or_order(place, tmp_path):
     """Through both engines, over shuffled files: the numbers are equal; perplexities to six digits."""
     tasks = ["piqa", "arc_easy", "lambada_openai"]
     for seed, folder in ((0, tmp_path / "a"), (1, tmp_path / "b")):
@@ -158,7 +159,7 @@ def test_the_length_is_the_one_of_training(place):
     assert default_length(plain_model("gpt2"), None) == 512, "all that it can read"
 
 
-def test_another_dtype_is_loaded_and_said(place):
+def test_another_dtype_is_loaded_and_recorded(place):
     texts = {"held": place / "held.jsonl"}
     exact = evaluate(place / "run" / "model", perplexity=texts, length=40, device="cpu")
     cast = evaluate(place / "run" / "model", perplexity=texts, length=40, device="cpu", dtype="bfloat16")
@@ -184,7 +185,7 @@ def test_where_the_file_goes(tmp_path):
     assert merge(tmp_path / "none.json", new, "id") == new
 
 
-def test_errors_name_the_way_out(place, tmp_path):
+def test_errors_explain_what_to_do(place, tmp_path):
     model = place / "run" / "model"
     cases = [
         (FileNotFoundError, "is not a folder", {"path": tmp_path / "none"}),
@@ -194,7 +195,7 @@ def test_errors_name_the_way_out(place, tmp_path):
         (TypeError, "list of names", {"tasks": "piqa"}),
         (ValueError, "did you mean 'piqa'?", {"tasks": ["piqaa"], "task_data": place / "data", "engine": "direct"}),
         (ValueError, "needs task_data", {"engine": "direct"}),
-        (ValueError, "this is no run", {"perplexity": {"held": None}}),
+        (ValueError, "which only a run has", {"perplexity": {"held": None}}),
         (ValueError, "autocast must be one of float32", {"autocast": "half", "perplexity": [place / "prose.txt"]}),
         (ValueError, "two files of perplexity", {"perplexity": [place / "prose.txt", tmp_path / "prose.txt"]}),
     ]
@@ -205,7 +206,7 @@ def test_errors_name_the_way_out(place, tmp_path):
     tiny_model().save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError) as error:
         evaluate(tmp_path / "bare", perplexity=[place / "prose.txt"], device="cpu")
-    assert "bare holds none" in str(error.value)
+    assert "bare has none" in str(error.value)
     for words, settings in (("tokenizer must be given", {}), ("dtype must be left out", {"dtype": "bfloat16"})):
         with pytest.raises(ValueError) as error:
             evaluate(

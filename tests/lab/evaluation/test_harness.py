@@ -1,4 +1,4 @@
-"""Through lm-evaluation-harness: records and ready-made contexts score alike, and so does the harness's own command."""
+"""Through lm-evaluation-harness: records, ready-made contexts and the harness's own command give equal scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.lab.evaluation.models import (
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 
 
-def test_records_and_ready_made_contexts_score_alike(tmp_path):
+def test_records_and_ready_made_contexts_have_equal_scores(tmp_path):
     """The harness's own definition on the original records, and our contexts: the same numbers, all digits."""
     model, tokenizer = tiny_model(), tiny_tokenizer()
     records = find_tasks(write_records(tmp_path / "records"))
@@ -37,7 +37,7 @@ def test_records_and_ready_made_contexts_score_alike(tmp_path):
         assert ours[task]["n"] == theirs[task]["n"]
 
 
-def test_the_batch_size_is_not_seen(tmp_path):
+def test_scores_do_not_depend_on_the_batch_size(tmp_path):
     model, tokenizer = tiny_model(), tiny_tokenizer()
     files = list(find_tasks(write_contexts(tmp_path)).values())
     one, four = (run_harness(model, tokenizer, files, batch_size=size) for size in (1, 4))
@@ -85,14 +85,14 @@ def test_autocast_reaches_the_forward(tmp_path):
     assert near != exact
 
 
-def test_a_length_that_padding_changes_is_refused(tmp_path):
+def test_a_length_that_padding_changes_is_rejected(tmp_path):
     model = tiny_model("affine", bias_length="keys")
     with pytest.raises(ValueError) as error:
         run_harness(model, tiny_tokenizer(), list(find_tasks(write_contexts(tmp_path)).values()))
     assert 'engine="direct"' in str(error.value)
 
 
-def test_without_a_network_it_says_what_to_do(tmp_path, monkeypatch):
+def test_the_offline_error_explains_what_to_do(tmp_path, monkeypatch):
     import datasets
     import huggingface_hub.constants
 
@@ -105,7 +105,7 @@ def test_without_a_network_it_says_what_to_do(tmp_path, monkeypatch):
     assert "piqa" in str(error.value)
 
 
-def test_errors_of_the_way_to_the_hub_are_known():
+def test_connection_errors_are_recognised():
     wrapped = ValueError("something else")
     wrapped.__cause__ = ConnectionError("nobody there")
     assert is_offline(wrapped)
@@ -117,7 +117,7 @@ def test_names_that_the_paper_uses_need_no_index():
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_knows():
+def test_an_unknown_task_name():
     with pytest.raises(ValueError) as error:
         check_names(["hellaswagg"])
     assert "did you mean 'hellaswag'?" in str(error.value)

@@ -1,4 +1,4 @@
-"""Perplexity is that of lm-evaluation-harness, whatever the batch and the order."""
+"""Perplexity equals that of lm-evaluation-harness for any batch size and order."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_order_changes_nothing_and_batch_size_only_rounding():
     for seed in range(3):
         shuffled = random.Random(seed).sample(documents, len(documents))
         again = perplexity(model, tokenizer, shuffled, length=32)
-        assert {key: again[key] for key in numbers} == {key: first[key] for key in numbers}, "equal to the last bit"
+        assert {key: again[key] for key in numbers} == {key: first[key] for key in numbers}, "bitwise equal"
         for size in (1, 3, 8):
             other = perplexity(model, tokenizer, shuffled, length=32, batch_size=size)
             assert [f"{other[key]:.6g}" for key in numbers] == [f"{first[key]:.6g}" for key in numbers]

@@ -1,4 +1,4 @@
-"""Log-likelihoods are those of a plain forward, whatever the batch, the order and the padding."""
+"""Log-likelihoods equal those of a plain forward for any batch size, order and padding."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_order_changes_nothing_and_batch_size_only_rounding():
     for size in (None, 1, 3, 8):
         found = score(model, requests, batch_size=size)
         again = score(model, [requests[index] for index in shuffled], batch_size=size)
-        assert again == [found[index] for index in shuffled], "equal to the last bit"
+        assert again == [found[index] for index in shuffled], "bitwise equal"
         for one, other in zip(found, score(model, requests, batch_size=1), strict=True):
             assert one.logprob == pytest.approx(other.logprob, rel=2e-6)
             assert one.greedy is other.greedy
@@ -153,7 +153,7 @@ def test_scores_on_a_gpu(mechanism):
         for one, other in zip(found, expected, strict=True):
             assert one.logprob == pytest.approx(other.logprob, rel=tolerance)
         again = score(model, [requests[index] for index in shuffled], autocast=autocast)
-        assert again == [found[index] for index in shuffled], "equal to the last bit"
+        assert again == [found[index] for index in shuffled], "bitwise equal"
         for size in (1, 7):
             for one, other in zip(score(model, requests, batch_size=size, autocast=autocast), found, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, rel=tolerance)
@@ -166,7 +166,7 @@ def test_texts_are_encoded_one_by_one_or_together():
     assert encode(tokenizer, []) == []
 
 
-def test_pairs_are_cut_as_the_harness_cuts_them():
+def test_pairs_are_split_like_the_harness():
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs the extra eval")
     model, tokenizer = tiny_model(), tiny_tokenizer()
     lm = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)

@@ -173,7 +173,7 @@ def test_the_first_line_must_be_json(tmp_path):
     (tmp_path / "piqa.jsonl").write_text("goal,sol1\n")
     with pytest.raises(ValueError) as error:
         find_tasks(tmp_path)
-    assert "one json object a line" in str(error.value)
+    assert "one json object per line" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Watching a model: the operator's own arguments, for every mechanism and visibility, and nothing else changes."""
+"""Observing a model records the operator's arguments for every mechanism and visibility, without side effects."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_value_and_the_gate_are_those_of_the_output():
         torch.testing.assert_close(again.transpose(1, 2).flatten(2), out, **EXACT)
 
 
-def test_windows_and_padding_are_told():
+def test_windows_and_padding_are_reported():
     model = make_model("qwen2", **SLIDING["qwen2"])
     tokens, mask = padded_rows("left")
     full, sliding = calls_of(model, tokens, attention_mask=mask)
@@ -161,7 +161,7 @@ def test_our_own_layer_is_watched_too():
     assert torch.equal(call.sink, layer.mechanism.sink)
 
 
-def test_a_plain_model_is_refused_with_the_way_out():
+def test_a_plain_model_is_rejected_with_the_way_out():
     with pytest.raises(ValueError) as error, watch(plain_model(), print):
         pass
     assert 'attach(model, "softmax")' in str(error.value)

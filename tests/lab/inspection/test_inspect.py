@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from affine_attention import Mechanism
+from affine_attention.files import write_json
 from affine_attention.lab.data import train_tokenizer
 from affine_attention.lab.inspection import metrics
 from affine_attention.lab.inspection.capture import watch
 from affine_attention.lab.inspection.inspect import format_inspection, inspect
 from affine_attention.lab.inspection.tally import ENTROPY_EDGES, SHARE_EDGES
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import write_json
 from benchmarks.inspect import inspect_layer
 from tests.hf.models import SLIDING, WINDOW, make_model, mechanisms, plain_model, running_alphas
 from tests.nn.models import TinyLM
@@ -235,17 +235,17 @@ def test_a_model_of_our_own_layers():
 
 
 @pytest.mark.parametrize("sequences", [0, 1])
-def test_few_sequences_are_a_result_that_says_so(sequences, tokenizer):
+def test_few_sequences_are_a_result_with_a_note(sequences, tokenizer):
     result = inspect(tiny(), text=DOCUMENTS, tokenizer=tokenizer, sequences=sequences, length=30)
     json.dumps(result, allow_nan=False)
     assert result["sequences"] == sequences
     if sequences == 0:
-        assert result["missing"] == ["0 sequences were asked for: nothing was looked at"]
+        assert result["missing"] == ["0 sequences were requested: nothing was measured"]
         assert result["row_sum"]["mean"] == [[None] * 4] * 2
         assert result["maps"] is None
 
 
-def test_numbers_that_are_not_finite_are_told(tokenizer):
+def test_numbers_that_are_not_finite_are_reported(tokenizer):
     model = tiny(dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.nan)
@@ -263,9 +263,9 @@ def test_longer_than_the_model_is_cut_and_told(tokenizer):
     assert any("32 positions" in each for each in result["missing"])
 
 
-def test_unusable_input_is_refused(tmp_path, tokenizer):
+def test_unusable_input_is_rejected(tmp_path, tokenizer):
     model = tiny()
-    with pytest.raises(FileNotFoundError, match="neither a run"):
+    with pytest.raises(FileNotFoundError, match="no finished model"):
         inspect(tmp_path, text=DOCUMENTS)
     write_json(tmp_path / "recipe.json", Recipe().to_dict())
     with pytest.raises(FileNotFoundError, match="no finished model"):
@@ -282,7 +282,7 @@ def test_unusable_input_is_refused(tmp_path, tokenizer):
         inspect(model, text=DOCUMENTS, tokenizer=tokenizer, device="cpu")
 
 
-def test_the_benchmark_weighs_a_layer():
+def test_the_benchmark_measures_a_layer():
     found = inspect_layer("affine", 64, "bfloat16")
     assert found["peak"] >= found["before"] > 2**27
     assert found["seconds"] > 0

@@ -135,12 +135,12 @@ def test_rows_add_up_as_the_formula_says():
     torch.testing.assert_close(found.row_sum, rows["alpha"] * kept + seen * rows["beta"], **EXACT)
 
 
-def test_softmax_is_what_it_must_be():
+def test_softmax_has_the_expected_statistics():
     rows = measured(*make_call("softmax", is_causal=True))
     torch.testing.assert_close(rows.row_sum, torch.ones_like(rows.row_sum), **EXACT)
     assert not rows.negative_mass.any()
     assert torch.equal(rows.entropy_softmax, rows.entropy_weights)
-    assert rows.entropy_softmax[..., 0].abs().max() < 1e-12, "the first query sees itself alone"
+    assert rows.entropy_softmax[..., 0].abs().max() < 1e-12, "the first query sees only itself"
 
 
 def test_a_head_of_zeros_has_no_entropy_of_weights_and_a_uniform_one_has_the_most():
@@ -211,7 +211,7 @@ def test_a_map_is_the_corner_of_the_weights(mechanism, kind, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kind", VISIBLE)
-def test_a_gpu_finds_the_same(kind):
+def test_a_gpu_gives_the_same_results(kind):
     query, key, rows, visible = make_call("everything", **VISIBLE[kind])
     truth = measured(query, key, rows, visible)
     there = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in visible.items()}

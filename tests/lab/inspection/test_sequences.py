@@ -1,8 +1,6 @@
-"""Text to the sequences a model is looked at: files, documents, ids, and what is missing."""
+"""Sequences for inspection from files, documents and ids, and notes about what is missing."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +13,6 @@ from affine_attention.lab.recipe import Recipe
 DOCUMENTS = [f"Document {n}: " + "one word after the other, " * 5 for n in range(6)]
 
 
-def shared_file(name: str) -> Path:
-    path = Path(__file__).parents[4] / "shared" / name
-    if not path.exists():
-        pytest.skip(f"needs ../shared/{name}, which is not here")
-    return path
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(DOCUMENTS, 280)
@@ -31,7 +22,7 @@ def ids_of(tokenizer, documents):
     return [i for text in documents for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
 
 
-def test_documents_stand_one_after_the_other(tokenizer):
+def test_documents_are_concatenated(tokenizer):
     found = find_sequences(DOCUMENTS, tokenizer, 4, 30)
     flat = torch.cat([each["input_ids"][0] for each in found.inputs]).tolist()
     assert flat == ids_of(tokenizer, DOCUMENTS)[:120]
@@ -72,7 +63,7 @@ def test_held_out_documents_of_a_recipe(tokenizer, tmp_path):
     assert 0 < rest < len(ids_of(tokenizer, DOCUMENTS)) - 30
     named = find_sequences(None, tokenizer, 2, 30, Recipe(data=("nowhere",), heldout=(str(file),)))
     assert named.fingerprint() == find_sequences(file, tokenizer, 2, 30).fingerprint()
-    with pytest.raises(ValueError, match="held nothing out"):
+    with pytest.raises(ValueError, match="no held-out text"):
         find_sequences(None, tokenizer, 2, 30, Recipe(data=(str(file),), heldout=0.0))
     with pytest.raises(ValueError, match="text is missing"):
         find_sequences(None, tokenizer, 2, 30)
@@ -86,20 +77,20 @@ def test_only_what_is_needed_is_read(tokenizer):
     assert len(find_sequences(documents(), tokenizer, 2, 30).inputs) == 2
 
 
-def test_what_is_missing_is_told(tokenizer):
+def test_what_is_missing_is_reported(tokenizer):
     few = find_sequences(DOCUMENTS[:1], tokenizer, 10, 20)
     assert 0 < len(few.inputs) < 10
-    assert few.missing == [f"the text given has {len(few.inputs)} of the 10 sequences that were asked for"]
+    assert few.missing == [f"the text given has {len(few.inputs)} of the 10 requested sequences"]
     short = find_sequences(["tiny"], tokenizer, 1, 1000)
     assert "shorter than 1000 tokens" in short.missing[0]
     for nothing in ([], [torch.tensor([3])], torch.zeros(0, 5, dtype=torch.long)):
         found = find_sequences(nothing, tokenizer, 2, 30)
         assert found.inputs == []
-        assert "nothing was looked at" in found.missing[-1]
+        assert "nothing was measured" in found.missing[-1]
         assert found.fingerprint()
 
 
-def test_unusable_text_is_refused(tokenizer, tmp_path):
+def test_unusable_text_is_rejected(tokenizer, tmp_path):
     with pytest.raises(FileNotFoundError, match="list of documents"):
         find_sequences("Once upon a time", tokenizer, 1, 30)
     with pytest.raises(ValueError, match="tokenizer is missing"):

@@ -23,7 +23,7 @@ def test_parts_add_up_to_the_whole():
     assert moments.means()[2] is moments.deviations()[2] is None
 
 
-def test_a_number_that_is_not_finite_spoils_its_head_alone_and_only_if_counted():
+def test_a_non_finite_value_affects_only_its_head_and_only_if_counted():
     values = torch.tensor([[[1.0, torch.nan], [1.0, 3.0]]])
     moments = Moments(2)
     moments.add(values, torch.tensor([[[True, False], [True, True]]]))

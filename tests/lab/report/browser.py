@@ -193,7 +193,7 @@ class Tab:
         return path
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and blocked content so far."""
+        """Console errors and warnings, exceptions, and blocked content so far."""
         found = []
         for event in self._mine():
             given = event["params"]

@@ -1,4 +1,4 @@
-"""Writes run folders as the stages of the lab write them, with made-up numbers: what the report has to read."""
+"""Writes run folders like the stages of the lab do, with made-up numbers, for the report to read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from affine_attention.files import plain_numbers, write_json
 from affine_attention.lab.recipe import Recipe
-from affine_attention.lab.run import plain_numbers, write_json
 from affine_attention.nn import Mechanism
 
 WORDS = [

@@ -1,4 +1,4 @@
-"""Sets single numbers of run folders, so that a test knows the difference that a report has to find."""
+"""Sets single numbers of run folders, so that tests know the difference that the report must find."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from affine_attention.lab.run import write_json
+from affine_attention.files import write_json
 
 
 def set_loss(folder: Path, loss: float, **more: float) -> Path:

@@ -15,7 +15,7 @@ def test_numbers(value, digits, sign, text):
     assert shown(value, digits, sign) == text
 
 
-def test_an_estimate_says_how_sure_it_is():
+def test_an_estimate_shows_its_uncertainty():
     many = estimate_cell(Estimate(2.0, 0.1, 3), 2)
     assert (many.text, many.detail) == ("2.00", "± 0.10")
     assert "3 seeds" in many.title

@@ -1,11 +1,12 @@
-"""The page in a real headless Chromium: drawn, clicked, read, saved; no complaint in the console, no network.
+"""The page in a headless Chromium: drawn, clicked, read, saved; no console errors, no network requests.
 
-Skipped, with a word, where no browser is on the PATH or in CHROMIUM. REPORT_PICTURES=folder keeps the screenshots.
+Skipped with a message if no browser is on the PATH or in CHROMIUM. REPORT_PICTURES=folder keeps the screenshots.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import time
 import xml.etree.ElementTree as ElementTree
@@ -14,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from affine_attention.files import write_json
 from affine_attention.lab.report import load_run, report
-from affine_attention.lab.run import write_json
 
 from .browser import Browser, find_browser
 from .folders import make_run
@@ -65,7 +66,7 @@ def check_quiet(tab, path):
 
 
 def keep(tab, name, tmp_path):
-    """A screenshot that is no blank sheet."""
+    """A screenshot that is not blank."""
     folder = Path(os.environ.get("REPORT_PICTURES") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     taken = tab.picture(folder / f"{name}.png")
@@ -109,7 +110,7 @@ def test_a_line_can_be_read_and_switched_off(tab, path):
     assert tab.run(count) == before
 
 
-def test_keys_walk_along_a_line(tab):
+def test_arrow_keys_move_along_a_line(tab):
     tab.run("document.querySelector('#figure-4 .stage').focus()")
     tab.key("ArrowRight")
     assert tab.run(READOUT).startswith("layer 0")
@@ -312,7 +313,7 @@ def test_hostile_text_does_nothing(browser, tmp_path):
     browser.call("Target.closeTarget", targetId=tab.target)
 
 
-def test_broken_and_tiny_runs_are_drawn_without_complaint(browser, tmp_path):
+def test_broken_and_tiny_runs_are_drawn_without_errors(browser, tmp_path):
     bare = make_run(tmp_path / "bare", "sink", steps=2, finished=False)
     for name in ("log.jsonl", "manifest.json", "inspection.json", "evaluation.json"):
         (bare / name).unlink()
@@ -360,3 +361,25 @@ def test_it_prints(tab):
     assert tab.run("getComputedStyle(document.querySelector('.tools')).display") == "none"
     assert tab.run("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert len(tab.call("Page.printToPDF")["data"]) > 100_000
+
+
+@pytest.mark.parametrize("width", [1200, 700, 360])
+def test_the_labels_of_the_first_chart_do_not_touch_the_zero_line(browser, tmp_path, width):
+    """When one difference is near zero and the others are negative, the zero line is at the right edge of the plot."""
+    folders = []
+    for name, loss in (("softmax", 3.0), ("sink", 3.001), ("affine", 2.98), ("gated", 2.7)):
+        folder = make_run(tmp_path / name, name, steps=20)
+        lines = [json.loads(line) | {"loss": loss} for line in (folder / "log.jsonl").read_text().splitlines()]
+        (folder / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        folders.append(folder)
+    tab = browser.open(report(folders, tmp_path / "page.html").as_uri(), width=width)
+    crossings = tab.run("""(() => {
+        const all = (selector) => [...document.querySelectorAll(`#forest svg ${selector}`)];
+        const boxes = (selector) => all(selector).map((e) => e.getBoundingClientRect());
+        const lines = boxes(".zero"), texts = [...boxes(".row-name"), ...boxes(".row-value")];
+        const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+        const wide = (b) => ({ left: b.left - 1, right: b.right + 1, top: b.top, bottom: b.bottom });
+        return [lines.length, texts.length, texts.filter((t) => lines.some((l) => meets(wide(l), t))).length];
+    })()""")
+    browser.call("Target.closeTarget", targetId=tab.target)
+    assert crossings == [1 if width >= 600 else 3, 6, 0]

@@ -37,7 +37,7 @@ def test_half_a_line_at_the_end_and_a_broken_one_inside_are_noted(tmp_path):
     run = load_run(folder)
     assert run.steps == 20
     assert 5 not in run.series("loss")[0]
-    assert run.problems == ["2 broken lines of log.jsonl left out"]
+    assert run.problems == ["2 broken lines of log.jsonl ignored"]
 
 
 def test_steps_that_were_run_again_count_once(tmp_path):
@@ -49,7 +49,7 @@ def test_steps_that_were_run_again_count_once(tmp_path):
     assert losses[2] == 9.0
 
 
-def test_null_and_nan_stay_as_holes(tmp_path):
+def test_null_and_nan_are_missing_values(tmp_path):
     folder = make_run(tmp_path / "nan", steps=3)
     (folder / "log.jsonl").write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": null}\n{"step": 3, "loss": 1.5}\n')
     steps, losses = load_run(folder).series("loss")
@@ -83,7 +83,7 @@ def test_a_recipe_alone_is_a_run_that_has_not_started(tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", "evaluation.json", "inspection.json"])
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
-def test_a_broken_file_is_noted_and_left_out(tmp_path, name, content):
+def test_a_broken_file_is_noted_and_ignored(tmp_path, name, content):
     folder = make_run(tmp_path / "broken", steps=3)
     (folder / name).write_text(content)
     run = load_run(folder)
@@ -114,7 +114,7 @@ def test_the_status_follows_the_events(tmp_path, events, status):
     assert load_run(folder).status == status
 
 
-def test_what_is_no_run_is_named(tmp_path):
+def test_what_is_not_a_run_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_run(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -172,7 +172,7 @@ def test_archives_that_expand_without_end_are_noted(tmp_path):
     for name in ("manifest.json", "log.jsonl", "evaluation.json"):
         (run / name).unlink()
         (run / f"{name}.xz").write_bytes(bomb)
-    assert sum("when it is unpacked" in problem for problem in load_run(run).problems) == 3
+    assert sum("bytes decompressed" in problem for problem in load_run(run).problems) == 3
 
 
 def test_a_grid_holds_no_more_than_it_says():

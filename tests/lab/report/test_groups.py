@@ -3,7 +3,7 @@ import json
 import pytest
 
 from affine_attention.lab.report.collect import load_runs
-from affine_attention.lab.report.groups import COLOURS, baseline_of, group_runs, unsaid
+from affine_attention.lab.report.groups import COLOURS, baseline_of, group_runs, omitted_settings
 from affine_attention.nn import PRESETS, Mechanism
 
 from .folders import make_run
@@ -48,7 +48,7 @@ def test_variants_are_kept_apart_and_labelled_with_what_differs(tmp_path):
         "affine (learning_rate=0.002)",
         "affine (activation=sigmoid)",
     ]
-    assert unsaid(groups) == "Where a name says nothing else, tiny_cpu: learning_rate=0.001."
+    assert omitted_settings(groups) == "Unless a label says otherwise: tiny_cpu: learning_rate=0.001."
     assert len({group.dash for group in groups[1:]}) == 3
     assert len({group.colour for group in groups[1:]}) == 1
 

@@ -29,12 +29,12 @@ def test_row_sums_come_averaged_over_heads_as_in_the_paper_and_head_by_head(tmp_
     folder = make_run(tmp_path / "a", "affine", steps=2, layers=3)
     views = {view["name"]: view["panels"] for view in histogram_views(group_runs([load_run(folder)]), "row_sum")}
     assert list(views) == [
-        "averaged over heads, all layers", "each head by itself, all layers", "layer 0", "layer 1", "layer 2",
+        "averaged over heads, all layers", "single heads, all layers", "layer 0", "layer 1", "layer 2",
     ]  # fmt: skip
     row_sum = json.loads((folder / "inspection.json").read_text())["row_sum"]
     heads = np.sum(row_sum["histogram"]["counts"], axis=(0, 1))
     filled = np.flatnonzero(heads)
-    assert views["each head by itself, all layers"][0]["shares"] == pytest.approx(
+    assert views["single heads, all layers"][0]["shares"] == pytest.approx(
         (heads / heads.sum())[filled[0] : filled[-1] + 1], rel=1e-4, abs=1e-9
     )
     averaged = np.array(row_sum["over_heads"]["counts"][1])
@@ -64,7 +64,7 @@ def test_seeds_are_pooled_and_other_bins_are_noted(tmp_path):
         {"edges": [0, 1], "counts": [None, [[1, 2]], [["x"]]]},
     ],
 )
-def test_broken_histograms_are_no_panels(tmp_path, broken):
+def test_broken_histograms_have_no_panels(tmp_path, broken):
     folder = make_run(tmp_path / "a", "affine", steps=2)
     inspection = json.loads((folder / "inspection.json").read_text())
     inspection["alpha"]["histogram"] = broken

@@ -89,5 +89,5 @@ def test_eight_large_runs_stay_within_the_budget(tmp_path, monkeypatch):
     assert any("first seed" in note for note in notes)
 
 
-def test_no_maps_are_no_maps(tmp_path):
+def test_runs_without_maps(tmp_path):
     assert packed_maps(group_runs(load_runs(make_run(tmp_path / "a", inspected=False)))) == ([], [])

@@ -1,4 +1,4 @@
-"""The tables as markdown: the page's own numbers, hostile names as text, and a file whose other words stay."""
+"""The tables as markdown: the page's numbers, hostile names as text, and the rest of an existing file is kept."""
 
 import re
 
@@ -15,14 +15,14 @@ from .reading import Page
 from .test_report import hostile_run
 
 KEYS = {
-    "What the paper claims, and what these runs say": "verdicts",
+    "The paper’s claims and the results of these runs": "verdicts",
     "Lower loss": "claim-loss",
     "Differences to softmax in numbers": "deltas",
     "Table 1: mechanisms compared": "table-1",
     "Table 2: with an output gate": "table-2",
     "Table 4: gradient norm, steps 0–500": "table-4",
     "Table 5: spikes of the gradient norm, steps 0–500": "table-5",
-    "Perplexity in all its forms": "perplexity",
+    "Perplexity per token, word and byte": "perplexity",
     "The runs": "runs",
 }
 
@@ -111,19 +111,19 @@ def test_a_new_file_has_the_marks_and_another_report_replaces_what_is_between(ru
 def test_a_file_without_the_marks_is_left_alone(runs, tmp_path, words):
     path = tmp_path / "mine.md"
     path.write_text(words)
-    with pytest.raises(ValueError, match=r"mine\.md .* marks"):
+    with pytest.raises(ValueError, match=r"mine\.md exists without"):
         report([run.folder.path for run in runs], tmp_path / "r.html", markdown=path)
     assert path.read_text() == words
-    assert not (tmp_path / "r.html").exists(), "nothing is written when something is refused"
+    assert not (tmp_path / "r.html").exists(), "nothing is written after an error"
 
 
-def test_a_file_that_is_no_text_is_named(runs, tmp_path):
+def test_a_file_that_is_not_text_is_reported(runs, tmp_path):
     path = tmp_path / "mine.md"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"mine\.md is no text"):
+    with pytest.raises(ValueError, match=r"mine\.md is not text"):
         write_markdown(group_runs(runs), path)
 
 
-def test_a_folder_is_refused(runs, tmp_path):
+def test_a_folder_is_rejected(runs, tmp_path):
     with pytest.raises(IsADirectoryError, match="markdown must be a file"):
         write_markdown(group_runs(runs), tmp_path)

@@ -28,7 +28,7 @@ def test_folders_of_one_seed_count_once(tmp_path):
     assert loss.of(group).seeds == 2
 
 
-def test_unfinished_runs_do_not_count_beside_finished_ones(tmp_path):
+def test_unfinished_runs_do_not_count_if_there_are_finished_ones(tmp_path):
     folders = [make_run(tmp_path / "a", "affine", seed=0, steps=30, planned=60)]
     folders.append(make_run(tmp_path / "b", "affine", seed=1, steps=20, planned=60, finished=False))
     (group,) = group_runs(load_runs(folders))
@@ -54,7 +54,7 @@ def test_other_tasks_come_after_the_average(tmp_path):
     assert labels == ["Wino", "PIQA", "Hella", "ARC-c", "ARC-e", "BoolQ", "Avg.", "lambada_openai"]
 
 
-def test_an_average_of_fewer_tasks_is_named_so(tmp_path):
+def test_an_average_of_fewer_tasks_is_labelled(tmp_path):
     folder = make_run(tmp_path / "a", "affine", steps=2)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     del evaluation["tasks"]["boolq"]
@@ -73,20 +73,20 @@ def test_gradient_numbers_stop_at_step_500(tmp_path):
     assert measures.spike_count(run, 9) == spikes > 0
 
 
-def test_a_gradient_norm_that_is_no_number_is_left_out(tmp_path):
+def test_a_gradient_norm_that_is_not_a_number_is_skipped(tmp_path):
     folder = make_run(tmp_path / "a", steps=1)
     lines = [{"step": 1, "grad_norm": 1.0}, {"step": 2, "grad_norm": "high"}, {"step": 3, "grad_norm": 3.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert measures.gradient_number(load_run(folder), "mean") == 2.0
 
 
-def test_what_was_not_measured_alike_is_said(tmp_path):
+def test_different_measurements_are_reported(tmp_path):
     folders = [make_run(tmp_path / name, name, steps=2) for name in ("softmax", "affine")]
-    assert measures.uneven(group_runs(load_runs(folders))) == []
+    assert measures.incomparable(group_runs(load_runs(folders))) == []
     evaluation = json.loads((folders[1] / "evaluation.json").read_text())
     evaluation["tasks"]["piqa"]["n"] = 5
     evaluation["perplexity"]["c4"]["words"] = 7
     (folders[1] / "evaluation.json").write_text(json.dumps(evaluation))
-    texts, tasks = measures.uneven(group_runs(load_runs(folders)))
-    assert texts.startswith("c4 was not measured alike")
+    texts, tasks = measures.incomparable(group_runs(load_runs(folders)))
+    assert texts.startswith("c4 was measured differently")
     assert "metric acc, n 1000; metric acc, n 5" in tasks

@@ -51,7 +51,7 @@ def test_tables_escape_names_numbers_and_titles():
     assert titles == [EVIL, EVIL, EVIL]
 
 
-def test_a_table_without_rows_says_why():
+def test_a_table_without_rows_has_an_explanation():
     read = Page(table_html(Table("t", "Title", "", ["A"], [], missing="run `affine evaluate RUN`")))
     assert read.tables == {}
     assert "run affine evaluate RUN" in read.text
@@ -70,9 +70,9 @@ def test_commands_are_code_and_stay_escaped():
     assert settings_html({"<a>": "<b>"}) == '<dl class="settings"><dt>&lt;a&gt;</dt><dd>&lt;b&gt;</dd></dl>'
 
 
-def test_a_figure_without_scripts_says_so():
+def test_a_figure_without_scripts_has_a_note():
     drawn = Page(figure_html({"key": "k", "title": "T", "aid": "A.", "views": []}))
-    assert "script, which is switched off" in drawn.text
+    assert "JavaScript, which is switched off" in drawn.text
     missing = Page(figure_html({"key": "k", "title": "T", "aid": "A.", "views": [], "missing": "`affine train`"}))
     assert not [given for _, given in missing.tags if "data-figure" in given]
     assert "affine train" in missing.text

@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
+import torch
 
 from affine_attention.lab.report.collect import load_run, load_runs
 from affine_attention.lab.report.groups import group_runs
 from affine_attention.lab.report.plots import figures
+from affine_attention.nn.scaling import ACTIVATION_FUNCTIONS
 
 from .folders import make_run
 
@@ -37,7 +39,7 @@ def test_total_weights_are_shown_raw_and_scaled(tmp_path):
     assert np.allclose(scaled["panels"][0]["values"], expected, atol=1e-3)
 
 
-def test_heads_that_are_all_alike_scale_to_one(tmp_path):
+def test_equal_heads_scale_to_one(tmp_path):
     scaled = by_key(make_run(tmp_path / "a", "softmax", steps=2))["figure-5"]["views"][1]
     assert {value for row in scaled["panels"][0]["values"] for value in row} == {1.0}
 
@@ -50,7 +52,7 @@ def test_figure_11_is_the_activation_itself(tmp_path):
     assert lines["sigmoid"][2.0] == pytest.approx(1 / (1 + np.exp(-2)), rel=1e-4)
 
 
-def test_what_cannot_be_drawn_says_which_command_makes_it(tmp_path):
+def test_an_empty_figure_names_the_command_that_makes_its_data(tmp_path):
     folder = make_run(tmp_path / "a", "softmax", evaluated=False, inspected=False, finished=False)
     (folder / "log.jsonl").write_text("")
     found = by_key(folder)
@@ -60,7 +62,7 @@ def test_what_cannot_be_drawn_says_which_command_makes_it(tmp_path):
     assert "`affine train" in found["figure-7"]["missing"]
 
 
-def test_runs_with_other_layers_stand_side_by_side(tmp_path):
+def test_runs_with_different_layers_are_shown_together(tmp_path):
     folders = [make_run(tmp_path / "a", "softmax", steps=20, layers=2, heads=2)]
     folders.append(make_run(tmp_path / "b", "affine", steps=20, layers=5, heads=3))
     found = by_key(folders)
@@ -68,3 +70,10 @@ def test_runs_with_other_layers_stand_side_by_side(tmp_path):
     layers = [view["name"] for view in found["figure-2"]["views"]]
     assert layers == ["all layers", *(f"layer {layer}" for layer in range(5))]
     assert len(found["figure-2"]["views"][-1]["lines"]) == 1
+
+
+def test_figure_11_shows_the_activations_of_the_package(tmp_path):
+    lines = by_key(make_run(tmp_path / "a", "softmax", steps=2))["figure-11"]["views"][0]["lines"]
+    assert [line["name"] for line in lines] == [name.replace("_", " ") for name in ACTIVATION_FUNCTIONS]
+    for line, function in zip(lines, ACTIVATION_FUNCTIONS.values(), strict=True):
+        assert np.allclose(line["y"], function(torch.tensor(line["x"], dtype=torch.float64)), rtol=1e-4)

@@ -32,7 +32,7 @@ def asked(folders):
     return {q.key: {(c.name, c.measure.label, c.setting): c for c in q.comparisons} for q in found}
 
 
-def test_nothing_is_asked_where_nothing_was_run(tmp_path):
+def test_there_are_no_questions_without_runs(tmp_path):
     folders = make_pair(tmp_path, -0.1)
     assert asked(folders) == {}
     assert rates(group_runs(load_runs(folders))) == []
@@ -58,10 +58,10 @@ def test_distillation_against_text_is_a_difference_of_differences(tmp_path):
                                                                                teacher="teacher")  # fmt: skip
     folders += make_pair(tmp_path / "ce", -0.02, level=4.0)
     found = asked(folders)["question-settings"]
-    assert found["affine − softmax", "c4 PPL", "no teacher"].verdict == HOLDS
+    assert found["affine − softmax", "c4 word PPL", "no teacher"].verdict == HOLDS
     key = "(affine − softmax here) − (in the main setting)"
-    assert found[key, "ln c4 PPL", "no teacher"].delta.mean == pytest.approx(0.08)
-    assert found[key, "ln c4 PPL", "no teacher"].verdict == ""
+    assert found[key, "ln c4 word PPL", "no teacher"].delta.mean == pytest.approx(0.08)
+    assert found[key, "ln c4 word PPL", "no teacher"].verdict == ""
     assert (key, "Loss", "no teacher") not in found, "distillation and cross-entropy are different losses"
 
 
@@ -78,14 +78,14 @@ def test_learning_rates_have_a_table_and_the_best_of_each_is_compared(tmp_path):
     assert {name: each.best for name, each in swept.items()} == {"softmax": 0.002, "affine": 0.001}
     (said,) = signs(list(swept.values()))
     gaps = [math.exp(3.0) * (math.exp(-0.1) - 1), math.exp(2.8) * (math.exp(0.3) - 1)]
-    assert said.startswith("affine − softmax changes its sign with the rate, by its mean: −")
+    assert said.startswith("affine − softmax changes sign with the learning rate (means): −")
     assert [float(x.replace("−", "-")) for x in re.findall(r"[+−][\d.]+(?= at)", said)] == pytest.approx(gaps, abs=0.01)
     page = Page(render(load_runs(folders)))
     assert said in page.text
     assert page.tables["question-rates"][0] == ["Mechanism", "0.001", "0.002", "Best rate"]
     assert page.cell("question-rates", "softmax", "Best rate") == "0.002"
     assert page.cell("question-rates", "softmax", "0.002").startswith(f"{math.exp(2.8):.2f}")
-    assert "The main setting, in which the claims above are judged: learning_rate=0.001." in page.text
+    assert "The main setting, in which the claims above are tested: learning_rate=0.001." in page.text
 
 
 def test_rates_of_two_objectives_are_not_mixed(tmp_path):
@@ -101,9 +101,9 @@ def test_rates_of_two_objectives_are_not_mixed(tmp_path):
         ("softmax", "no teacher", [0.001, 0.002]),
         ("affine", "no teacher", [0.001, 0.002]),
     ]
-    assert [words.split(", by")[0] for words in signs(swept)] == [
-        "affine − softmax is below zero at every rate",
-        "no teacher: affine − softmax is below zero at every rate",
+    assert [words.split(" (means)")[0] for words in signs(swept)] == [
+        "affine − softmax is below zero at every learning rate",
+        "no teacher: affine − softmax is below zero at every learning rate",
     ]
 
 

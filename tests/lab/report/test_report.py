@@ -1,15 +1,19 @@
-"""The whole page: what it holds, and what it does with folders that are hostile, empty or broken."""
+"""The whole page: its content, and its behaviour for hostile, empty or broken folders."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from affine_attention.files import write_json
 from affine_attention.lab.report import report
-from affine_attention.lab.run import write_json
 
 from .folders import make_run
 from .reading import Page
 
+ROOT = Path(__file__).parents[3]
 HOSTILE = [
     "</script><script>document.title='owned'</script>", "<img src=x onerror=alert(1)>", "\"'`${1}", "\u202e\u2066bidi",
     "a\0b", "👩\u200d💻", "\u2028\u2029", "\ud800", "=HYPERLINK(\"x\")", "n" * 10_000, "<!--", "&lt;", "\\u003c", "]]>",
@@ -71,7 +75,7 @@ def test_hostile_text_is_shown_and_never_markup(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [(), ("manifest.json",), ("log.jsonl",), ("evaluation.json",), ("inspection.json",)])
-def test_folders_with_parts_missing_make_a_page_that_says_so(tmp_path, keep):
+def test_folders_with_parts_missing_make_a_page_with_a_note(tmp_path, keep):
     whole = make_run(tmp_path / "whole", "affine", steps=20)
     part = tmp_path / "part"
     part.mkdir()
@@ -133,7 +137,7 @@ def test_nan_series_and_a_cut_log_make_a_page(tmp_path):
     lines = ['{"step": 1, "loss": NaN, "grad_norm": null}', '{"step": 2, "loss": Infinity}', '{"step": 3, "lo']
     (folder / "log.jsonl").write_text("\n".join(lines))
     page = page_of(folder, tmp_path)
-    assert "1 broken line of log.jsonl left out" in page.text
+    assert "1 broken line of log.jsonl ignored" in page.text
     assert "figure-7" not in {figure["key"] for figure in page.data["figures"]}
     assert page.cell("runs", "run", "Steps") == "2 / 10"
 
@@ -178,7 +182,7 @@ def test_an_old_report_is_replaced_whole(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["r.html", "run"]
 
 
-def test_where_many_lines_meet_variants_wait_in_the_legend(tmp_path):
+def test_variants_are_hidden_at_first_if_there_are_many_lines(tmp_path):
     def asides(rates):
         runs = [make_run(tmp_path / f"{rates}-{n}", "affine", steps=2, learning_rate=1e-4 * n) for n in range(1, rates)]
         for seed in range(12):
@@ -192,3 +196,22 @@ def test_where_many_lines_meet_variants_wait_in_the_legend(tmp_path):
     assert not crowded["affine"]
     assert crowded["affine (learning_rate=0.0009)"]
     assert sum(crowded.values()) == len(crowded) - 2
+
+
+def test_the_report_is_made_without_torch(tmp_path):
+    """A machine that only reads results needs neither torch nor transformers."""
+    folder = make_run(tmp_path / "run", "affine", steps=10)
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'transformers', 'triton'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from affine_attention.cli import main\n"
+        "sys.exit(main(['report', sys.argv[1], '-o', sys.argv[2], '--markdown', sys.argv[3]]))\n"
+    )
+    words = [str(folder), str(tmp_path / "page.html"), str(tmp_path / "page.md")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Table 1" in (tmp_path / "page.md").read_text()

@@ -78,10 +78,10 @@ def test_what_is_missing_names_the_command(tmp_path, folder):
     quoted = f"'{path}'" if " " in folder else str(path)
     assert f"affine evaluate {quoted}" in text
     assert f"affine inspect {quoted}" in text
-    assert "python -m affine_attention train --recipe tiny_cpu goes on" in text, "the command of the manifest"
+    assert "python -m affine_attention train --recipe tiny_cpu resumes" in text, "the command of the manifest"
 
 
-def test_nothing_missing_says_so(tmp_path):
+def test_nothing_missing_has_a_note(tmp_path):
     assert "Nothing is missing" in missing_html(groups_of(make_run(tmp_path / "a", steps=2)))
 
 

@@ -55,7 +55,7 @@ def test_cells_that_begin_like_a_formula_get_an_apostrophe():
     assert call("plainCell", ["affine", "a=b", ""]) == ["affine", "a=b", ""]
 
 
-def test_the_button_and_the_export_escape_alike():
+def test_the_button_and_the_export_escape_equally():
     shown = call("markdownCell", TEXTS)
     assert shown == [_inline(text) for text in TEXTS]
     assert shown[:3] == ["a\\|b", "\\`code\\`", "\\*bold\\*"]

@@ -66,7 +66,7 @@ def test_long_lines_are_thinned_without_losing_a_spike():
     assert thinned(np.arange(3), np.array([1.0, np.nan, 2.0]))["y"] == [1.0, None, 2.0]
 
 
-def test_a_series_without_a_number_is_no_line(tmp_path):
+def test_a_series_without_numbers_has_no_line(tmp_path):
     folder = make_run(tmp_path / "a", steps=3)
     (folder / "log.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": NaN}\n')
     assert line_data(step_lines(group_runs([load_run(folder)]), "loss")) == []

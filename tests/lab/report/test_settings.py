@@ -10,7 +10,7 @@ def settings(*folders):
     return settings_of(group_runs(load_runs(folders)))
 
 
-def test_groups_of_equal_settings_are_together_and_bookkeeping_does_not_part_them(tmp_path):
+def test_groups_with_equal_settings_are_together_despite_other_bookkeeping(tmp_path):
     (found,) = settings(
         make_run(tmp_path / "a", "softmax", steps=2),
         make_run(tmp_path / "b", "affine", steps=2, save_every=7),
@@ -52,7 +52,7 @@ def test_recipes_are_named_when_there_are_several(tmp_path):
     assert len(main_settings(found)) == 2
 
 
-def test_the_plain_mechanism_is_told_from_its_variants(tmp_path):
+def test_the_plain_mechanism_is_reported_from_its_variants(tmp_path):
     def affine(**changes):
         return Mechanism.named("affine", **{"bias_length": 256, **changes})
 

@@ -46,7 +46,7 @@ def test_table_1_holds_means_and_intervals_over_seeds(study):
         half = T_2 * losses.std(ddof=1) / math.sqrt(3)
         assert page.cell("table-1", name, "Loss") == f"{losses.mean():.3f} ± {half:.3f}"
         words = values(root, name, lambda folder: evaluated(folder)["perplexity"]["c4"]["word"])
-        assert plain(page.cell("table-1", name, "c4 PPL")) == pytest.approx(words.mean(), abs=0.006)
+        assert plain(page.cell("table-1", name, "c4 word PPL")) == pytest.approx(words.mean(), abs=0.006)
         piqa = values(root, name, lambda folder: 100 * evaluated(folder)["tasks"]["piqa"]["value"])
         half = T_2 * piqa.std(ddof=1) / math.sqrt(3)
         assert page.cell("table-1", name, "PIQA") == f"{piqa.mean():.1f} ± {half:.1f}"
@@ -123,7 +123,7 @@ def test_table_3_needs_both_activations(study, tmp_path):
     assert [row[2] for row in page.tables["table-3"][1:]] == ["linear_clipping", "sigmoid"]
 
 
-def test_the_papers_numbers_stand_beside_runs_of_its_own_setting_only(study, tmp_path):
+def test_the_papers_numbers_are_shown_only_for_its_own_setting(study, tmp_path):
     _, page = study
     assert "paper" not in page.kinds["table-1"]
     assert "No run here has that setting" in page.text
@@ -134,7 +134,7 @@ def test_the_papers_numbers_stand_beside_runs_of_its_own_setting_only(study, tmp
         folders.append(folder)
     page = Page(render(load_runs(folders)))
     assert page.cell("table-1", "paper: Affine-Scaled", "Avg.") == "57.2"
-    assert page.cell("table-1", "paper: Affine-Scaled", "c4 PPL") == "58.9"
+    assert page.cell("table-1", "paper: Affine-Scaled", "c4 word PPL") == "58.9"
     assert page.cell("table-1", "paper: Baseline", "Loss") == "2.73"
     assert page.cell("table-4", "paper: Baseline", "Variance") == "3.934"
     assert page.cell("table-5", "paper: Affine-Scaled", "Spikes (k = 9)") == "27"

@@ -20,7 +20,7 @@ from affine_attention.lab.report.text import embedded_json, escaped, short, visi
         (3, "3"),
     ],
 )
-def test_what_acts_instead_of_showing_is_spelled_out(given, shown):
+def test_control_characters_are_escaped(given, shown):
     assert visible(given) == shown
 
 
@@ -30,7 +30,7 @@ def test_html_is_escaped():
     )
 
 
-def test_long_text_is_cut_and_says_how_long_it_was():
+def test_long_text_is_cut_with_its_length():
     assert short("x" * 10_000, 50) == "x" * 49 + "… (10,000 characters)"
     assert short("x" * 50, 50) == "x" * 50
 

@@ -54,7 +54,7 @@ def groups_with(tmp_path, losses, **settings):
     return {group.mechanism_name: group for group in group_runs(load_runs(folders))}
 
 
-def test_a_comparison_is_paired_by_seed_and_takes_the_measures_word_for_better(tmp_path):
+def test_a_comparison_is_paired_by_seed_and_uses_the_measures_direction(tmp_path):
     groups = groups_with(tmp_path, {"softmax": (2.0, 3.0, 4.0), "affine": (1.9, 2.91, 3.89)})
     found = compare(LOSS, ("affine", groups["affine"]), ("softmax", groups["softmax"]))
     assert (found.name, found.side, found.verdict) == ("affine − softmax", "lower", HOLDS)
@@ -64,7 +64,7 @@ def test_a_comparison_is_paired_by_seed_and_takes_the_measures_word_for_better(t
     assert other.verdict == FAILS
 
 
-def test_one_seed_missing_runs_and_unfinished_ones_cannot_be_told(tmp_path):
+def test_one_seed_missing_runs_and_unfinished_ones_are_inconclusive(tmp_path):
     groups = groups_with(tmp_path, {"softmax": (2.0,), "affine": (1.0,)})
     both = compare(LOSS, ("affine", groups["affine"]), ("softmax", groups["softmax"]))
     assert (both.verdict, both.reason, both.delta.mean) == (OPEN, "one seed", -1.0)
@@ -94,7 +94,7 @@ def test_a_tally_counts_what_has_a_verdict(tmp_path):
     a, s = ("affine", groups["affine"]), ("softmax", groups["softmax"])
     found = [compare(LOSS, a, s), compare(LOSS, a, s), compare(LOSS, s, a), compare(LOSS, a, s, "")]
     assert tally(found) == "2 hold, 1 does not"
-    assert tally([compare(LOSS, a, ("sink", None))]) == "1 cannot be told"
+    assert tally([compare(LOSS, a, ("sink", None))]) == "1 inconclusive"
     assert tally([]) == ""
 
 

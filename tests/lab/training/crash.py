@@ -1,4 +1,4 @@
-"""Kills tiny runs with SIGKILL, resumes them, and counts those that end bit for bit like one that was never killed.
+"""Kills tiny runs with SIGKILL, resumes them, and counts those that end bitwise equal to an uninterrupted run.
 
     python -m tests.lab.training.crash --random 100 --every-file-operation
 
@@ -33,8 +33,8 @@ import torch
 
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training import tensorfile
+from affine_attention.lab.training.distill_trainer import DistillTrainer
 from affine_attention.lab.training.train import train
-from affine_attention.lab.training.trainer import DistillTrainer
 
 from .runs import differences, tiny_recipe, write_text
 
@@ -96,7 +96,7 @@ class KillAtOperation:
     def install(self) -> None:
         fsync, write_all = os.fsync, tensorfile._write_all
         train_module: Any = sys.modules[train.__module__]
-        save, record, keep_model = DistillTrainer._save_checkpoint, DistillTrainer._record, train_module.keep_model
+        save, record, save_model = DistillTrainer._save_checkpoint, DistillTrainer._record, train_module.save_model
 
         def watched_save(trainer, model, trial):
             self.watching = self.phase == "save" and trainer.state.global_step == WATCHED_SAVE
@@ -107,9 +107,9 @@ class KillAtOperation:
             record(trainer, entry)
             self.end()
 
-        def watched_keep_model(*arguments):
+        def watched_save_model(*arguments):
             self.watching = self.phase == "finish"
-            keep_model(*arguments)
+            save_model(*arguments)
             self.end()
 
         def watched_fsync(handle):
@@ -124,7 +124,7 @@ class KillAtOperation:
 
         os.fsync, tensorfile._write_all = watched_fsync, watched_write
         DistillTrainer._save_checkpoint, DistillTrainer._record = watched_save, watched_record
-        train_module.keep_model = watched_keep_model
+        train_module.save_model = watched_save_model
         sys.addaudithook(self.audit)
 
     def end(self) -> None:
@@ -206,7 +206,7 @@ class Crashes:
             return f"did not resume: {output.read_text()[-800:]}"
         if not logged >= STEPS:
             begin = next(e for e in reversed(RunFolder(run).events()) if e["event"] in ("start", "resume"))
-            # A run that was killed while it saved step n may go on from the save before it.
+            # A run that was killed while it saved step n may resume from the save before it.
             saved = (max(logged - 1, 0) // SAVE_EVERY) * SAVE_EVERY
             if begin["step"] < saved:
                 return f"lost more than the steps since the last save: {logged} steps, resumed from {begin['step']}"

@@ -1,4 +1,4 @@
-"""Changes files of a checkpoint and recomputes the hashes of its manifest, as somebody who wants to deceive would."""
+"""Changes files of a checkpoint and recomputes the hashes of its manifest, as an attacker would."""
 
 from __future__ import annotations
 

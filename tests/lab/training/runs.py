@@ -1,8 +1,12 @@
-"""Tiny runs: text, a recipe that trains in a second, and a comparison of two run folders that lets nothing pass."""
+"""Helpers for tests of `train`: text, a recipe that trains in a second, and a bitwise comparison of two runs."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from affine_attention.files import read_json
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.steplog import TIMING
+from affine_attention.lab.training.train import train
 
 STUDENT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -18,7 +23,7 @@ STUDENT = {
 
 
 def write_text(path: Path, documents: int = 120, seed: int = 0) -> Path:
-    """Documents of made-up words, some used more than others: something to learn, and the same on every machine."""
+    """Documents of made-up words with different frequencies, the same on every machine."""
     numbers = random.Random(seed)
     words = ["".join(numbers.choices("abcdefghiklmnoprstuvw", k=numbers.randint(2, 7))) for _ in range(200)]
     text = (" ".join(numbers.choices(words, [1 / (n + 1) for n in range(200)], k=numbers.randint(20, 90)))
@@ -43,7 +48,7 @@ def log_without_timing(run: Path) -> list[dict[str, Any]]:
 
 
 def differences(run: Path, other: Path) -> list[str]:
-    """What is not bit for bit the same in two finished runs: logs (but their timing), last checkpoints, models."""
+    """What is not bitwise equal in two finished runs: logs (except for timing), last checkpoints, models."""
     found = []
     lines, others = log_without_timing(run), log_without_timing(other)
     if lines != others:
@@ -59,3 +64,50 @@ def differences(run: Path, other: Path) -> list[str]:
     if states[0] != states[1]:
         found.append(f"{last}/training.json differs")
     return found
+
+
+class Place:
+    """Text, its tokens and finished runs, shared by the tests of `train`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.text = folder, write_text(folder / "text.txt")
+        self.made: dict[str, Path] = {}
+
+    def recipe(self, mechanism="affine", **changes):
+        return tiny_recipe(self.text, mechanism, **changes)
+
+    def train(self, run, recipe, **options):
+        return train(recipe, run, device="cpu", cache=self.folder / "cache", **options)
+
+    def run(self, mechanism="affine", **changes) -> Path:
+        """A finished run with these settings, which tests must not change."""
+        key = json.dumps([mechanism, changes])
+        if key not in self.made:
+            path = self.folder / f"made-{len(self.made)}"
+            self.made[key] = self.train(path, self.recipe(mechanism, **changes))
+        return self.made[key]
+
+    def teacher(self) -> Path:
+        """A finished run that can be used as a teacher."""
+        return self.run("softmax")
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in RunFolder(run).log()]
+
+
+def stop_after(run: Path, steps: int, number: int, session: int = 1) -> threading.Thread:
+    """Sends a signal to this process when session number `session` of a run has made `steps` steps."""
+
+    def watch():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            started = sum(event["event"] in ("start", "resume") for event in RunFolder(run).events())
+            if started == session and len(RunFolder(run).log()) >= steps:
+                os.kill(os.getpid(), number)
+                return
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is not there; the newest whole one is found, and what is wrong with others is said."""
+"""A checkpoint is complete or absent; the newest valid one is found, and the others are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from affine_attention.lab.training.checkpoints import MANIFEST, CheckpointError, Checkpoints, check_room
+from affine_attention.lab.training.checkpoints import MANIFEST, CheckpointError, Checkpoints, check_disk_space
 
 OURS = {"recipe": "a", "data": "b"}
 
@@ -23,7 +23,7 @@ def make(folder, keep=2, identity=OURS):
 def write(checkpoints: Checkpoints, step: int, size: int = 100) -> None:
     with checkpoints.writing(step) as draft:
         (draft.path / "config.json").write_text("{}")
-        draft.adopt()
+        draft.add_existing_files()
         draft.write_tensors("model.safetensors", [("x", torch.full((size,), float(step)))], lambda tensor: tensor)
         draft.write_json("training.json", {"step": step})
 
@@ -67,14 +67,14 @@ DAMAGES = {
     "missing training.json": lambda path: (path / "training.json").unlink(),
     "missing MANIFEST.json": lambda path: (path / MANIFEST).unlink(),
     "MANIFEST.json is damaged": lambda path: cut(path / MANIFEST),
-    "not in its manifest: more.pt": lambda path: (path / "more.pt").touch(),
+    "not in the manifest: more.pt": lambda path: (path / "more.pt").touch(),
     "its manifest is for step 15": lambda path: path.rename(path.with_name("step-00000016")),
     "missing config.json": lambda path: (path / "config.json").unlink(),
 }
 
 
 @pytest.mark.parametrize("reason", DAMAGES)
-def test_a_damaged_one_is_skipped_and_the_reason_said(reason, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_with_a_reason(reason, tmp_path):
     checkpoints = make(tmp_path)
     for step in (10, 15):
         write(checkpoints, step)
@@ -86,11 +86,11 @@ def test_a_damaged_one_is_skipped_and_the_reason_said(reason, tmp_path):
     assert skipped[0].startswith("step-0000001")
 
 
-def test_that_of_another_run_is_skipped(tmp_path):
+def test_a_checkpoint_of_another_run_is_skipped(tmp_path):
     write(make(tmp_path, identity=OURS | {"recipe": "other"}), 5)
     newest, skipped = make(tmp_path).newest()
     assert newest is None
-    assert skipped == ["step-00000005: it was written for another run (recipe differ)"]
+    assert skipped == ["step-00000005: it belongs to another run (recipe differ)"]
 
 
 def test_a_damaged_one_is_replaced_when_its_step_comes_again(tmp_path):
@@ -133,7 +133,7 @@ def small_disk(path, size):
         subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk_keeps_the_last_good_one_and_says_how_much_is_free(tmp_path):
+def test_a_full_disk_keeps_the_last_checkpoint_and_reports_free_space(tmp_path):
     with small_disk(tmp_path / "disk", 2**20) as disk:
         checkpoints = make(disk)
         write(checkpoints, 5, size=100_000)  # 400 kB: the third does not fit, and nothing is removed before it does
@@ -161,9 +161,9 @@ def test_a_file_that_may_not_grow_is_the_same(tmp_path):
     assert names(checkpoints) == ["step-00000005"]
 
 
-def test_too_little_room_is_known_before_the_first_step(tmp_path):
-    check_room(tmp_path / "not" / "there", 1, "nothing")
+def test_too_little_disk_space_is_reported_before_the_first_step(tmp_path):
+    check_disk_space(tmp_path / "not" / "there", 1, "nothing")
     with pytest.raises(OSError) as error:
-        check_room(tmp_path / "not" / "there", 2**60, "3 checkpoints")
+        check_disk_space(tmp_path / "not" / "there", 2**60, "3 checkpoints")
     for words in ("not/there", "bytes free", f"{2**60:,}", "3 checkpoints", "keep_checkpoints"):
         assert words in str(error.value)

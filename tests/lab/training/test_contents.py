@@ -1,4 +1,4 @@
-"""A checkpoint that somebody changed, hashes and all, is refused before any of it is loaded, and the log stays."""
+"""A checkpoint that was changed together with its hashes is rejected before loading, and the log is kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def copy(place, tmp_path):
 
 
 @pytest.mark.parametrize("case", [*TENSORS, *STATES])
-def test_what_does_not_belong_is_refused_and_nothing_is_changed(case, place, tmp_path):
+def test_what_does_not_belong_is_rejected_and_nothing_is_changed(case, place, tmp_path):
     run, checkpoint = copy(place, tmp_path)
     name, change, words = (TENSORS | STATES)[case]
     (change_tensors if case in TENSORS else change_json)(checkpoint, name, change)
@@ -60,7 +60,7 @@ def test_what_does_not_belong_is_refused_and_nothing_is_changed(case, place, tmp
     assert RunFolder(run).events()[-1]["event"] == "error"
 
 
-def test_the_untouched_copy_goes_on(place, tmp_path):
+def test_an_unchanged_copy_resumes(place, tmp_path):
     run, _ = copy(place, tmp_path)
     folder, recipe = place
     resume(place, run)

@@ -1,4 +1,4 @@
-"""One line on a terminal, nothing elsewhere."""
+"""A progress bar on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_shows_loss_rate_speed_and_time_left(monkeypatch):
     assert "a word" in shown
 
 
-def test_it_is_quiet_where_nobody_looks(monkeypatch, capsys):
+def test_there_is_no_bar_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert not wants_progress(None)
     assert wants_progress(False)

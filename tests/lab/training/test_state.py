@@ -1,4 +1,4 @@
-"""State goes to names and back without losing a bit."""
+"""Training state is stored by name and restored bitwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def test_a_copy_made_of_the_stored_state_goes_on_as_the_original():
+def test_a_copy_with_the_stored_state_continues_like_the_original():
     model = make_model()
     optimizer = make_optimizer(model)
     for seed in range(3):
@@ -78,13 +78,13 @@ def test_what_does_not_fit_is_named():
     assert "lacks 1.bias" in str(error.value)
     with pytest.raises(ValueError) as error:
         load_weights(model, (stored | {"average": torch.zeros(4)}).items())
-    assert "average [4], the model [3]" in str(error.value)
+    assert "average [4], but the model has [3]" in str(error.value)
     with pytest.raises(ValueError) as error:
         load_weights(model, (stored | {"more": torch.zeros(4)}).items())
     assert "more" in str(error.value)
 
 
-def test_an_optimizer_of_other_parameters_is_refused():
+def test_an_optimizer_of_other_parameters_is_rejected():
     model = make_model()
     optimizer = make_optimizer(model)
     step(model, optimizer, 0)
@@ -95,7 +95,7 @@ def test_an_optimizer_of_other_parameters_is_refused():
     assert "another order" in str(error.value)
 
 
-def test_random_numbers_go_on_after_json():
+def test_random_states_survive_json():
     torch.rand(3), numpy.random.randn(3), random.gauss(0, 1)
     state = json.loads(json.dumps(random_state()))
     expected = torch.rand(5), numpy.random.randn(5), [random.gauss(0, 1) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""The log holds each step once, in order, and goes back with a checkpoint."""
+"""The log holds each step once, in order, and is rewound to a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_line_is_in_the_file_at_once(tmp_path):
     assert json.loads(log.path.read_text().splitlines()[3])["loss"] is None
 
 
-def test_it_goes_back_to_a_step_and_on_from_there(tmp_path):
+def test_the_log_is_rewound_to_a_step_and_continued(tmp_path):
     log = make_log(tmp_path, 7)
     whole = log.path.read_bytes()
     with open(log.path, "ab") as file:
@@ -44,7 +44,7 @@ def test_it_goes_back_to_a_step_and_on_from_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_a_log_that_lacks_steps_is_refused(tmp_path):
+def test_a_log_that_lacks_steps_is_rejected(tmp_path):
     log = make_log(tmp_path, 3)
     with pytest.raises(ValueError) as error:
         log.rewind(5)

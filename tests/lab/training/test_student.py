@@ -1,4 +1,4 @@
-"""Students of a recipe differ by their mechanism alone, and what cannot fit is said."""
+"""Students of a recipe differ only in their mechanism, and settings that do not fit are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shared(model):
     return {name: tensor for name, tensor in model.state_dict().items() if ".affine." not in name}
 
 
-def test_what_mechanisms_share_is_the_same_under_one_seed():
+def test_shared_weights_are_equal_for_one_seed():
     plain = shared(build_student(recipe("softmax", seed=3)))
     for name in PRESETS:
         torch.rand(7)  # whatever was drawn before
@@ -57,7 +57,7 @@ def test_a_plain_model_of_a_folder_gets_the_mechanism_and_keeps_its_outputs(tmp_
     assert "student_changes must be empty" in str(error.value)
 
 
-def test_misfits_are_named_with_the_right_numbers():
+def test_settings_that_do_not_fit_are_reported_with_valid_values():
     model = build_student(recipe())
     check_fit(recipe(), model, 320)
     with pytest.raises(ValueError) as error:
@@ -66,11 +66,11 @@ def test_misfits_are_named_with_the_right_numbers():
     assert "student_changes.vocab_size=321" in str(error.value)
     with pytest.raises(ValueError) as error:
         check_fit(recipe(sequence_length=9000), model, 320)
-    assert "9000 is more than the 8192 positions" in str(error.value)
+    assert "9000 exceeds the 8192 positions" in str(error.value)
     teacher = student("llama-1m", "softmax", **(STUDENT | {"vocab_size": 384, "max_position_embeddings": 16}))
     with pytest.raises(ValueError) as error:
         check_teacher(recipe(), model, teacher)
-    assert "320 is not the teacher's of 384" in str(error.value)
+    assert "320 differs from the teacher's 384" in str(error.value)
     with pytest.raises(ValueError) as error:
         check_teacher(recipe(truncate_vocabulary=True), model, teacher)
     assert "the 16 positions of the teacher" in str(error.value)

@@ -1,4 +1,4 @@
-"""What is written one tensor at a time is what the safetensors library reads."""
+"""Files written one tensor at a time are readable by the safetensors library."""
 
 from __future__ import annotations
 

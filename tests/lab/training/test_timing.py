@@ -1,4 +1,4 @@
-"""Steps are timed, and what is no part of a step is not."""
+"""Steps are timed without the pauses between them."""
 
 from __future__ import annotations
 

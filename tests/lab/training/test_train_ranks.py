@@ -1,4 +1,4 @@
-"""Two ranks are one: DDP through the whole of `train`, FSDP2 through the trainer's loss, commit and checkpoint."""
+"""Two ranks equal one: DDP through `train`, FSDP2 through the trainer's loss, commit and checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import torch.multiprocessing as mp
 from affine_attention import commit_running_alpha
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.run import RunFolder
-from affine_attention.lab.training.arguments import make_loss
-from affine_attention.lab.training.guard import Stopped
+from affine_attention.lab.training.signals import Stopped
 from affine_attention.lab.training.state import (
     Gathering,
     load_optimizer_state,
@@ -30,16 +29,17 @@ from affine_attention.lab.training.state import (
 from affine_attention.lab.training.student import build_student
 from affine_attention.lab.training.tensorfile import read_tensors, write_tensors
 from affine_attention.lab.training.train import train
+from affine_attention.lab.training.trainer_arguments import make_loss
 from tests.nn.test_distributed import free_port
 
 from .runs import differences, tiny_recipe, write_text
-from .test_train import SPLITS
+from .test_train_splits import SPLITS
 
 WORLD = 2
 
 
 def set_up_rank(rank: int, port: int) -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(100, exit=True)  # prints a traceback if a rank hangs
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD),
@@ -88,7 +88,7 @@ def made(tmp_path_factory):
     return folder, recipe
 
 
-def test_two_ranks_are_one_and_stop_together(made, tmp_path):
+def test_two_ranks_equal_one_and_stop_together(made, tmp_path):
     folder, recipe = made
     train(recipe, tmp_path / "single", device="cpu", cache=folder / "cache")
     ours, single = RunFolder(folder / "whole"), RunFolder(tmp_path / "single")
@@ -107,7 +107,7 @@ def test_two_ranks_are_one_and_stop_together(made, tmp_path):
     assert differences(stopped.path, ours.path) == []
 
 
-def test_one_rank_goes_on_where_two_were_stopped(made, tmp_path):
+def test_one_rank_resumes_where_two_were_stopped(made, tmp_path):
     folder, recipe = made
     run = RunFolder(shutil.copytree(folder / "whole", tmp_path / "run"))
     shutil.rmtree(run.model)
@@ -169,7 +169,7 @@ def run_fsdp(rank: int, folder: str, recipe: dict) -> None:
     student, optimizer = make()
     losses = sharded_steps(student, batches, WORLD, settings, 2, optimizer)
     with torch.no_grad():
-        student(ids)  # an evaluation: the root's parameters stay whole behind it
+        student(ids)  # an evaluation leaves the root's parameters unsharded
     tensors, groups = optimizer_state(student, optimizer)
     files = {"model": weights(student), "optimizer": tensors}
     for name, content in files.items():
@@ -192,14 +192,14 @@ def run_fsdp(rank: int, folder: str, recipe: dict) -> None:
         Path(folder, "losses.json").write_text(json.dumps(losses))
 
 
-def test_a_sharded_student_learns_and_is_stored_like_a_whole_one(made):
+def test_a_sharded_student_is_trained_and_stored_like_an_unsharded_one(made):
     folder, recipe = made
     student = build_student(recipe)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     ids, labels = make_batches()
     losses = sharded_steps(student, [{"input_ids": ids, "labels": labels}], 1, recipe, 2, optimizer)
     stored = dict(read_tensors(folder / "model.safetensors"))
-    assert set(stored) == set(weights(student)), "a sharded checkpoint has the names of a whole one"
+    assert set(stored) == set(weights(student)), "a sharded checkpoint has the names of an unsharded one"
     for name, tensor in weights(student).items():
         torch.testing.assert_close(stored[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     losses += sharded_steps(student, [{"input_ids": ids, "labels": labels}], 1, recipe, 2, optimizer)

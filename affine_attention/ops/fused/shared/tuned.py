@@ -17,6 +17,7 @@ import torch
 import triton
 
 from ....cache import default_cache
+from ....files import write_text
 from .tile_sizes import HEAD_DIMS, KERNELS, Config, shipped_config
 
 SCHEMA = 1
@@ -54,10 +55,7 @@ def save(gpu: str, configs: dict[Key, Config], about: dict[str, Any]) -> Path:
         for (kernel, itemsize, head_dim), config in sorted(known.items())
     ]
     content = {"schema": SCHEMA, "gpu": gpu, "triton": triton.__version__, **about, "configs": entries}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
+    write_text(path, json.dumps(content, indent=1) + "\n")
     _tuned.cache_clear()
     return path
 
