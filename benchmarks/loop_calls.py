@@ -90,7 +90,7 @@ def counts(run: Run) -> Iterator[Case]:
     bench = make_bench(run, run.sizes.call)
     calls = calls_of(bench)
     forward: dict[str, Function] = {name: call for name, (call, _) in calls.items()}
-    backward = {name: backward_alone(call, inputs, bench.grad_out) for name, (call, inputs) in calls.items()}
+    backward = {name: backward_only(call, inputs, bench.grad_out) for name, (call, inputs) in calls.items()}
     yield from count_all(run, "forward", forward)
     yield from count_all(run, "backward", backward)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def counts(run: Run) -> Iterator[Case]:
     yield from decode
 
 
-def backward_alone(forward: Forward, inputs: Inputs, grad_out: Tensor) -> Function:
+def backward_only(forward: Forward, inputs: Inputs, grad_out: Tensor) -> Function:
     out, leaves = forward(), list(inputs.values())
     return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
 

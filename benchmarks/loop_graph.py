@@ -55,15 +55,15 @@ def capture_builder(run: Run, name: str) -> Callable[[], Function]:
         model = build_model(run, PLAIN if name == DENSE_MASK else name)
         optimizer = make_optimizer(model, capturable=True)
         step = training_step(model, random_tokens(run, run.sizes.batches[0], run.sizes.length), optimizer)
-        captured, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        captured, side_stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with masks_of(name):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            side_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side_stream):
                 for _ in range(WARM_UP):
                     step()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(side_stream)
             optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(captured, stream=side):
+            with torch.cuda.graph(captured, stream=side_stream):
                 step()
         check_trains(model, captured.replay)
         # The graph holds addresses only: the step, and with it the model, must live as long.

@@ -1,4 +1,4 @@
-"""Runs a test file in Triton's interpreter, in its own process, since the switch is read when kernels are defined."""
+"""Runs a test file in Triton's interpreter, in a separate process: the setting is read when kernels are defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules with the parameters and state of a mechanism. Names are imported on first use: settings do not need torch."""
+"""Parameters and state around the operator. Names are imported on first use, so that settings do not need torch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ __all__ = [
 ]
 
 
-MODULES = {
-    **dict.fromkeys(("AttentionMechanism", "Coefficients", "SelfAttention"), "attention"),
-    **dict.fromkeys(("PRESETS", "Mechanism"), "mechanism"),
+_MODULES = {
+    "AttentionMechanism": "attention",
+    "Coefficients": "attention",
     "KeyValueCache": "key_value_cache",
-}
+    "Mechanism": "mechanism",
+    "PRESETS": "mechanism",
+    "SelfAttention": "attention",
+}  # the others are in scaling.py
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{MODULES.get(name, 'scaling')}", __name__)
+    module = import_module(f".{_MODULES.get(name, 'scaling')}", __name__)
     return globals().setdefault(name, getattr(module, name))

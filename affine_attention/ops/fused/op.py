@@ -132,8 +132,8 @@ class _GraphAttention(torch.autograd.Function):
         wants_sink = needs[5]
         grads = torch.ops.affine_attention.backward(grad_out, core, lse, state, *inputs, *ctx.settings, wants_sink)
         given = [x is not None and (n != 5 or wants_sink) for n, x in enumerate(inputs[:7])]
-        places = [sum(given[:n]) for n in range(7)]
-        wanted = [grads[at] if has and need else None for at, has, need in zip(places, given, needs[:7], strict=True)]
+        indices = [sum(given[:n]) for n in range(7)]
+        wanted = [grads[at] if has and need else None for at, has, need in zip(indices, given, needs[:7], strict=True)]
         return *wanted, *(None,) * 7
 
 
