@@ -5,6 +5,8 @@ Importing this package makes its checkpoints known to `AutoModelForCausalLM.from
 
 from transformers import AutoConfig
 
+from .accelerate import accelerate, decelerate, explain, is_accelerated
+from .accelerate import register as register_operator
 from .attach import attach, detach, is_attached
 from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
@@ -13,15 +15,20 @@ from .students import STUDENTS, student
 from .trainer import RunningAlphaCallback
 
 register()
+register_operator()
 AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
 
 __all__ = [
     "STUDENTS",
     "RunningAlphaCallback",
     "WeightsNotice",
+    "accelerate",
     "attach",
     "data_parallel_group",
+    "decelerate",
     "detach",
+    "explain",
+    "is_accelerated",
     "is_attached",
     "student",
 ]

@@ -39,7 +39,7 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     _refuse_model(model)
     sites = []
     for name, module in model.named_modules():
-        if _uses_interface(module):
+        if uses_interface(module):
             sites.append(_site(name, module, model))
     if not sites:
         raise _refusal(
@@ -64,7 +64,7 @@ def find_decoders(model: PreTrainedModel, sites: list[Site]) -> list[PreTrainedM
     return decoders
 
 
-def _uses_interface(module: nn.Module) -> bool:
+def uses_interface(module: nn.Module) -> bool:
     """True for a module whose forward picks its attention function by name: what can be served without a copy."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)

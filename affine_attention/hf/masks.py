@@ -188,6 +188,8 @@ def _pattern(
             return None
         window = local_size
     if values_are_unknown():
+        if mask_function.__name__ not in _TRACED_NAMES:
+            return None  # a prefix or block that sees in both directions
         # Transformers cannot read position_ids then and always adds a packing term. Whether a call is packed is known
         # to the model's pre-hook (interface.py), which passes the segments to the layers itself.
         return window, None
@@ -216,6 +218,8 @@ def _closed_over(function: Any) -> Any:
 _SLIDING = sliding_mask_function(1)
 _AND_CODE = _SLIDING.__code__
 _PACKED_CODE = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+# The closures of a function that is traced cannot be read, its name can: plain causal, or parts joined with `and`.
+_TRACED_NAMES = (causal_mask_function.__name__, _SLIDING.__name__)
 _KNOWN_CODES = {causal_mask_function.__code__, *(part.__code__ for part in _parts(_SLIDING))}
 
 
