@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
-from .interface import IMPLEMENTATION, SLOT
+from .interface import IMPLEMENTATION, SLOT, own_implementation
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: nothing but this package takes it for its own
@@ -85,6 +85,12 @@ class AffineConfigMixin:
         (Path(save_directory) / f"{MODULE_NAME}.py").write_text(text)
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
+        if name == "_attn_implementation_internal":
+            value = own_implementation(value)
+        super().__setattr__(name, value)
+
     def validate_output_attentions(self) -> None:
         """Transformers allows it to its own eager function only; here the weights are computed for it."""
 
@@ -111,23 +117,19 @@ class AffineModelMixin:
         from .attach import install
 
         settings = check_settings(getattr(config, "affine_attention", None))
-        if config._attn_implementation is None:
-            config._attn_implementation = IMPLEMENTATION
         config.base_model_tp_plan = head_plan(config.base_model_tp_plan, SLOT)
         super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
         install(self, Mechanism.from_dict(settings["mechanism"]), settings["start"])  # type: ignore[arg-type]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation in (None, IMPLEMENTATION):
-            return IMPLEMENTATION
-        raise ValueError(
-            f'attn_implementation must be left out or "{IMPLEMENTATION}" for a model with a mechanism, got '
-            f'"{attn_implementation}", which would run plain softmax attention; call '
-            "affine_attention.hf.detach(model) first"
-        )
+        return own_implementation(attn_implementation)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
-        self._check_and_adjust_attn_implementation(attn_implementation)  # type: ignore[arg-type]
+        """Chooses an implementation of the operator: "eager" the reference, "sdpa" composed, "flash_.." fused."""
+        name = attn_implementation
+        if isinstance(name, dict):
+            name = name.get("", self.config._attn_implementation)
+        self.config._attn_implementation = name
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

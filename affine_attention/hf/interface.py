@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
 from .parallel import own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
+# Names in config._attn_implementation of an attached model, and the implementation of the operator that each runs.
+OPERATOR_IMPL = {IMPLEMENTATION: "auto"} | {
+    f"{IMPLEMENTATION}_{impl}": impl for impl in ("reference", "composed", "fused")
+}
 SLOT = "affine"  # the submodule of an attention module that holds its mechanism
 MAX_READINGS = 8  # of masks in one forward: a dense mask that is copied to each GPU must not be kept for every layer
 
@@ -111,6 +116,7 @@ def affine_attention(
     affine_segments: Tensor | None = None,
     affine_weights: bool = False,
     affine_call: ForwardCall | None = None,
+    affine_impl: str = "auto",
     position_bias: Any = None,
     s_aux: Any = None,
     softcap: Any = None,
@@ -150,7 +156,7 @@ def affine_attention(
         )  # fmt: skip
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
-        **arguments,
+        impl=affine_impl, **arguments,
     )  # fmt: skip
     weights = None
     if affine_weights:
@@ -218,15 +224,35 @@ def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def check_implementation(config: Any) -> None:
     """Raises where attention was switched away from an attached model, which would silently run plain softmax."""
-    if config._attn_implementation != IMPLEMENTATION:
-        raise ValueError(
-            f'attn_implementation must stay "{IMPLEMENTATION}" while a mechanism is attached, got '
-            f'"{config._attn_implementation}", which would run plain softmax attention; call '
-            "affine_attention.hf.detach(model) first"
-        )
+    if config._attn_implementation not in OPERATOR_IMPL:
+        raise ValueError(_unknown_implementation(config._attn_implementation))
+
+
+def own_implementation(name: Any) -> str:
+    """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    if name is None or name in OPERATOR_IMPL:
+        return name or IMPLEMENTATION
+    if name == "eager":
+        return f"{IMPLEMENTATION}_reference"
+    if name == "sdpa":
+        return f"{IMPLEMENTATION}_composed"
+    if isinstance(name, str) and "flash" in name and "|" not in name:
+        return f"{IMPLEMENTATION}_fused"
+    raise ValueError(_unknown_implementation(name))
+
+
+def _unknown_implementation(name: Any) -> str:
+    return (
+        f'attn_implementation must be left out or "{IMPLEMENTATION}" (the fastest), "eager" (reference), "sdpa" '
+        f'(composed) or "flash_attention_2" and its like (fused) while a mechanism is attached, got {name!r}; call '
+        "affine_attention.hf.detach(model) first for plain softmax attention"
+    )
 
 
 def register() -> None:
-    """Makes the implementation known to transformers; both registers are needed, or padding would be ignored."""
-    AttentionInterface.register(IMPLEMENTATION, affine_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, compact_mask)
+    """Makes the implementations known to transformers; both registers are needed, or padding would be ignored."""
+    for name, impl in OPERATOR_IMPL.items():
+        AttentionInterface.register(
+            name, affine_attention if impl == "auto" else partial(affine_attention, affine_impl=impl)
+        )
+        AttentionMaskInterface.register(name, compact_mask)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 
 from affine_attention import Mechanism
-from affine_attention.hf import attach, detach
+from affine_attention.hf import WeightsNotice, attach, detach
 from affine_attention.nn import PRESETS
 
 from .models import FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
@@ -142,16 +143,57 @@ def test_new_weights_follow_the_model_in_dtype_and_mode():
     assert abs(layer.gate_proj.weight.float().std() - 0.02) < 0.004
 
 
-@pytest.mark.parametrize("switch", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("eager", "reference"),
+        ("sdpa", "composed"),
+        ("flash_attention_2", "fused"),
+        ("kernels-community/fa3-flash", "fused"),
+    ],
+)
+def test_names_of_transformers_choose_an_implementation_of_the_operator(name, ours):
+    model = make_model()
+    tokens = make_tokens()
+    expected = model(tokens).logits
+    for switch in (model.set_attn_implementation, lambda name: setattr(model.config, "_attn_implementation", name)):
+        switch("affine_attention")
+        assert model.config._attn_implementation == "affine_attention"
+        switch(name)
+        assert model.config._attn_implementation == f"affine_attention_{ours}"
+        if ours == "fused":
+            with pytest.raises(ValueError, match='impl="fused" needs a CUDA GPU'):
+                model(tokens)
+        else:
+            torch.testing.assert_close(model(tokens).logits, expected)
+    detach(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_names_that_are_set_from_outside_choose_too():
+    """A composite model writes into the configurations of its parts."""
+    model = make_model()
+    model.config._attn_implementation_internal = "eager"
+    assert model.config._attn_implementation == "affine_attention_reference"
+    tokens = make_tokens()
+    with pytest.warns(WeightsNotice):
+        weights = model(tokens, output_attentions=True).attentions
+    assert not torch.allclose(weights[0].sum(-1), torch.ones(()))  # alpha: no softmax
+
+
+@pytest.mark.parametrize("switch", ["flex_attention", "paged|sdpa", "paged|flash_attention_2", 3])
 def test_attention_cannot_be_switched_away_behind_our_back(switch):
     model = make_model()
-    with pytest.raises(ValueError, match="detach"):
-        model.set_attn_implementation(switch)
-    model.config._attn_implementation = switch
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        model(make_tokens())
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        model.model.layers[0].self_attn(torch.zeros(1, 1, 32))
+    for change in (model.set_attn_implementation, lambda name: setattr(model.config, "_attn_implementation", name)):
+        with pytest.raises(ValueError, match=rf"while a mechanism is attached, got {re.escape(repr(switch))}; call"):
+            change(switch)
+    assert model.config._attn_implementation == "affine_attention"
+    # A configuration that is not ours reaches a layer.
+    module = model.model.layers[0].self_attn
+    module.config = plain_model().config
+    for call in (lambda: model(make_tokens()), lambda: module(torch.zeros(1, 1, 32))):
+        with pytest.raises(ValueError, match="while a mechanism is attached, got 'sdpa'"):
+            call()
 
 
 @pytest.mark.parametrize(

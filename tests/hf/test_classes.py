@@ -123,11 +123,15 @@ def test_a_plain_class_made_to_load_it_cannot_run(tmp_path):
         plain(make_tokens())
 
 
-@pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_loading_with_another_attention_is_refused(how, tmp_path):
-    make_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=how)
+@pytest.mark.parametrize(("how", "ours"), [("sdpa", "composed"), ("eager", "reference")])
+def test_loading_with_a_name_of_transformers_chooses_an_implementation(how, ours, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=how)
+    assert loaded.config._attn_implementation == f"affine_attention_{ours}"
+    torch.testing.assert_close(loaded(make_tokens()).logits, model(make_tokens()).logits)
+    with pytest.raises(ValueError, match="while a mechanism is attached, got 'flex_attention'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flex_attention")
 
 
 def test_bf16_loading_keeps_the_average_in_fp32(tmp_path):
