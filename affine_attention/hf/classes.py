@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
@@ -67,6 +68,11 @@ class AffineConfigMixin:
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Transformers looks at the module of a class and treats code that is not its own as older than it is."""
+        return cls.plain_class.is_custom_code()  # type: ignore[attr-defined]
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any):
@@ -132,18 +138,32 @@ class AffineModelMixin:
         self.config._attn_implementation = name
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the plain class: a load then converts weights and fills buffers as it does for that class."""
+        return cls.plain_class.is_custom_code()  # type: ignore[attr-defined]
+
+    @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Transformers reads the source file of a class to know it: that of the plain class."""
         return cls.plain_class._can_set_experts_implementation()  # type: ignore[attr-defined]
 
+    def initialize_weights(self) -> None:
+        """What transformers calls after loading and in `init_weights`: gives a value to whatever has none yet."""
+        layers = []
+        for module in self.modules():  # type: ignore[attr-defined]
+            layer = getattr(module, SLOT, None)
+            if isinstance(layer, AttentionMechanism) and not getattr(layer, "_is_hf_initialized", False):
+                layers.append((module, layer))
+        super().initialize_weights()  # type: ignore[misc]
+        for module, layer in layers:
+            initialise_missing(module, layer, self.config.affine_attention["start"])
+
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
-        """What transformers calls after loading: gives a value to whatever the checkpoint did not hold."""
+        """What transformers calls after loading."""
         super()._initialize_missing_keys(*args, **kwargs)  # type: ignore[misc]
-        start = self.config.affine_attention["start"]
         for module in self.modules():  # type: ignore[attr-defined]
             layer = getattr(module, SLOT, None)
             if isinstance(layer, AttentionMechanism):
-                initialise_missing(module, layer, start)
                 keep_own_heads(layer)
 
     def generate(self, *args: Any, **kwargs: Any):
@@ -238,6 +258,10 @@ def affine_model_class(base: type[PreTrainedModel]) -> Any:
         doc = f"{base.__name__} with a mechanism in every attention module."
         members = {"__module__": __name__, "__doc__": doc, "config_class": config_class, "plain_class": base}
         _MADE.setdefault(base, type(PREFIX + base.__name__, (AffineModelMixin, base), members))
+        # Some families name the weights of one class differently in their files (gpt_neox: embed_out, not lm_head).
+        conversions = get_checkpoint_conversion_mapping(base.__name__)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(PREFIX + base.__name__, conversions, overwrite=True)
     return _MADE[base]
 
 
