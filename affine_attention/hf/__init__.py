@@ -12,7 +12,7 @@ from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
 from .students import STUDENTS, student
-from .trainer import RunningAlphaCallback
+from .trainer import CommitNotice, RunningAlphaCallback
 
 register()
 register_operator()
@@ -20,6 +20,7 @@ AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
 
 __all__ = [
     "STUDENTS",
+    "CommitNotice",
     "RunningAlphaCallback",
     "WeightsNotice",
     "accelerate",

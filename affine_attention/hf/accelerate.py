@@ -25,6 +25,7 @@ from ..ops import attention, attention_weights
 from ..ops.validation import MAX_HEAD_DIM
 from .classes import AffineModelMixin
 from .families import find_decoders, uses_interface
+from .keywords import refuse_unknown
 from .masks import Visible, compact_mask, packed_segments, read_mask, values_are_unknown
 
 OPERATOR = "affine_operator"  # the name in config._attn_implementation
@@ -47,16 +48,6 @@ SERVED_FAMILIES = (
     "gpt_oss, granite_swa, granitemoe_swa, mimo_v2_flash (sinks), qwen3_next, qwen3_5, qwen3_5_moe, hrm_text, afmoe, "
     "step3p7, laguna (gates)"
 )
-# Keywords that models pass down to their attention and that do not change it: the mask has already been made from
-# them, or they belong to another part of the model. Every other keyword is refused.
-WITHOUT_EFFECT = frozenset(
-    (
-        "position_ids", "cache_position", "use_cache", "past_key_values", "sliding_window", "cu_seq_lens_q",
-        "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "token_type_ids", "mm_token_type_ids",
-        "cycle_offset", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-        "return_dict", "logits_to_keep", "affine_segments", "affine_readings",
-    )
-)  # fmt: skip
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
@@ -326,16 +317,7 @@ def _check_call(module: nn.Module, dropout: float, is_causal: Any, s_aux: Any, o
             f"s_aux must be the sinks of {kind}, got None: its attention would run without them; call it as its own "
             "forward does, or call hf.decelerate(model)"
         )
-    for name, given in others.items():
-        if name not in WITHOUT_EFFECT and given is not None:
-            raise ValueError(
-                f"{name} is a keyword that the operator does not know, got {_shown(given)} in {kind}; leave it out, or "
-                "call hf.decelerate(model) to run the model's own attention"
-            )
-
-
-def _shown(x: Any) -> str:
-    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x)[:80]
+    refuse_unknown(kind, others, "call hf.decelerate(model) to run the model's own attention")
 
 
 def _read(others: dict[str, Any], mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:

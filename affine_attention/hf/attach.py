@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ..nn import AttentionMechanism, Mechanism
 from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class
-from .families import PROJECTIONS, find_decoders, find_sites
-from .interface import IMPLEMENTATION, SLOT, note_call, note_hidden
+from .families import INNER_NORMS, PROJECTIONS, Site, drops_keywords, find_decoders, find_sites
+from .interface import IMPLEMENTATION, SLOT, carry_keywords, note_call, note_hidden, take_keywords
 
 STARTS = ("fresh", "identity")
 IDENTITY_ALPHA = 0.5  # of a projection of zeros, for both activations; an output gate of zeros is 0.5 too
@@ -46,7 +46,9 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     if is_attached(model):
         name = model.config.affine_attention["mechanism"]["name"]
         raise ValueError(f"model already has a mechanism ({name!r}); call affine_attention.hf.detach(model) first")
-    find_sites(model)  # every refusal comes before any change
+    sites = find_sites(model)  # every refusal comes before any change
+    if start == "identity":
+        _check_identity(sites)
     config = _own_config(model)
     before = config._attn_implementation
     config.affine_attention = {"mechanism": mechanism.to_dict(), "start": start}
@@ -75,6 +77,7 @@ def detach(model: ModelT) -> ModelT:
         _remove_hooks(module)
         if isinstance(getattr(module, SLOT, None), AttentionMechanism):
             delattr(module, SLOT)
+            module.__dict__.pop("affine_carried", None)
             if identity:
                 scale_out_proj(module, mechanism, undo=True)
     for name in ("affine_attention", "auto_map", "base_model_type", "base_model_tp_plan"):
@@ -115,6 +118,11 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             scale_out_proj(site.module, mechanism)
         layer.train(site.module.training)
         setattr(site.module, SLOT, layer)
+        around = model.get_submodule(site.name.rpartition(".")[0])
+        if not isinstance(around, PreTrainedModel) and drops_keywords(around):
+            site.module.affine_carried = {}  # type: ignore[assignment]
+            around.register_forward_pre_hook(carry_keywords, with_kwargs=True)
+            site.module.register_forward_pre_hook(take_keywords, with_kwargs=True)
         site.module.register_forward_pre_hook(note_hidden, with_kwargs=True)
         if not like.is_meta:
             # Else the library's next sweep over "new" modules draws them anew.
@@ -133,6 +141,17 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" is not possible for {mechanism.name!r}: a sink takes weight from every key whatever its '
             'value; use start="fresh", with sink_start=-10 for a sink that begins nearly closed'
         )
+
+
+def _check_identity(sites: list[Site]) -> None:
+    """A norm between the gates and the output projection undoes the factor of a gate, and an identity start with it."""
+    for site in sites:
+        for name in INNER_NORMS:
+            if hasattr(site.module, name):
+                raise ValueError(
+                    f'start="identity" is not possible for {type(site.module).__name__}: {site.name}.{name} normalises '
+                    'the output of attention before it is projected; use start="fresh"'
+                )
 
 
 @torch.no_grad()
@@ -157,6 +176,6 @@ def _start_as_identity(layer: AttentionMechanism) -> None:
 
 def _remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (note_call, note_hidden):
+        if hook in (note_call, note_hidden, carry_keywords, take_keywords):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)

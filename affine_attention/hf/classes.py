@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..nn import AttentionMechanism, Mechanism
 from .interface import IMPLEMENTATION, SLOT, own_implementation
 from .parallel import head_plan, keep_own_heads, whole_state_dict
+from .trainer import warn_if_never_committed
 
 MODEL_TYPE = "affine_attention"  # in config.json: nothing but this package takes it for its own
 MODULE_NAME = "modeling_affine_attention"  # the one-line module in a checkpoint folder
@@ -171,9 +172,20 @@ class AffineModelMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        self._notice_forgotten_commit()
         if kwargs.get("state_dict") is None and (state := whole_state_dict(self)) is not None:  # type: ignore[arg-type]
             kwargs["state_dict"] = state
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self, mode: bool = True):
+        if self.training and not mode:  # type: ignore[attr-defined]
+            self._notice_forgotten_commit()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _notice_forgotten_commit(self) -> None:
+        """Once for each model: where training ends, or its result is written."""
+        if not self.__dict__.get("_commit_was_noticed"):
+            self._commit_was_noticed = warn_if_never_committed(self)  # type: ignore[arg-type]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

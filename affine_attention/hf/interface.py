@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..nn import AttentionMechanism
 from ..nn.attention import real_tokens
 from ..ops import attention, attention_weights
+from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
 from .parallel import own_sink
 
@@ -138,6 +139,7 @@ def affine_attention(
         given = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
         name = next(name for name, value in given.items() if value is not None)
         raise ValueError(f"{name} is not part of any mechanism, but {type(module).__name__} passes one")
+    refuse_unknown(type(module).__name__, others, "call affine_attention.hf.detach(model) first")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     read = read_call if affine_call is None else affine_call.read
@@ -161,7 +163,8 @@ def affine_attention(
     weights = None
     if affine_weights:
         weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
-    return out.transpose(1, 2), weights
+    # Contiguous like transformers' own: a model may use view (afmoe does).
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -181,6 +184,21 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             check_implementation(module.config)
     kwargs["affine_hidden"] = args[0] if args else kwargs["hidden_states"]
     return args, kwargs
+
+
+def carry_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a layer that passes no keywords on: leaves those of `note_call` with its attention, for this one call."""
+    given = {name: kwargs[name] for name in ("affine_segments", "affine_weights", "affine_call") if name in kwargs}
+    for child in module.children():
+        if SLOT in child._modules:
+            child.affine_carried = given  # type: ignore[assignment]
+
+
+def take_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before the attention of such a layer, and before `note_hidden`: takes what `carry_keywords` left."""
+    carried: Any = module.affine_carried
+    module.affine_carried = {}  # type: ignore[assignment]
+    return args, kwargs | carried
 
 
 def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
