@@ -94,7 +94,7 @@ def compact_mask(
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, segments: Tensor | None) -> Visible:
     """The inverse of `compact_mask`; `segments` [B, T] are those of packed `position_ids`, if any."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    causal = is_causal and queries > 1
+    causal = bool(is_causal and queries > 1)  # a symbolic length makes the comparison symbolic in torch.export
     if mask is None:
         num_keys = queries if causal and keys > queries else keys
         return _with_segments(Visible({"is_causal": causal}, num_keys, None), segments, queries)

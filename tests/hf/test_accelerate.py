@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from affine_attention import hf
 from affine_attention.hf.accelerate import OPERATOR, SERVED, operator_attention
+from tests.nn.test_distributed import free_port
 
 from .models import SHAPE, make_tokens, plain_model
 
@@ -437,3 +441,37 @@ def test_served_classes_exist():
         warnings.simplefilter("ignore")
         found = {type(m).__name__ for family in CONFIGS for m in make(family).modules()}
     assert set(SERVED) <= found
+
+
+def tensor_parallel_rank(rank: int, port: int, folder: str) -> None:
+    from transformers.distributed import DistributedConfig
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
+                   "WORLD_SIZE": "2"}  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", experts_implementation="eager",
+            distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
+        )  # fmt: skip
+        hf.accelerate(model)
+        logits = model(make_tokens(2, 11), use_cache=False).logits
+        torch.log_softmax(logits, -1)[..., 3].sum().backward()
+        sinks = model.model.layers[0].self_attn.sinks.grad.full_tensor()
+        torch.save((logits.detach(), sinks), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_splits_the_sinks(tmp_path):
+    plain = make("gpt_oss")
+    plain.save_pretrained(tmp_path)
+    mp.spawn(tensor_parallel_rank, args=(free_port(), str(tmp_path)), nprocs=2)
+    logits = plain(make_tokens(2, 11), use_cache=False).logits
+    torch.log_softmax(logits, -1)[..., 3].sum().backward()
+    for rank in range(2):
+        ours, sinks = torch.load(tmp_path / f"{rank}.pt")
+        assert distance(ours, logits.detach()) < 2e-5
+        assert distance(sinks, plain.model.layers[0].self_attn.sinks.grad) < 1e-3
