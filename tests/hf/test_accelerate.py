@@ -452,9 +452,8 @@ def tensor_parallel_rank(rank: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", experts_implementation="eager",
-            distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"),
-        )  # fmt: skip
+            folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
+        )
         hf.accelerate(model)
         logits = model(make_tokens(2, 11), use_cache=False).logits
         torch.log_softmax(logits, -1)[..., 3].sum().backward()
@@ -466,7 +465,8 @@ def tensor_parallel_rank(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_tensor_parallelism_splits_the_sinks(tmp_path):
-    plain = make("gpt_oss")
+    """The eager attention of granite_swa fails here: its sinks are distributed tensors, its scores are not."""
+    plain = make("granite_swa")
     plain.save_pretrained(tmp_path)
     mp.spawn(tensor_parallel_rank, args=(free_port(), str(tmp_path)), nprocs=2)
     logits = plain(make_tokens(2, 11), use_cache=False).logits
