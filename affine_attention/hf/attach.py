@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,12 @@ from .interface import IMPLEMENTATION, SLOT, carry_keywords, note_call, note_hid
 
 STARTS = ("fresh", "identity")
 IDENTITY_ALPHA = 0.5  # of a projection of zeros, for both activations; an output gate of zeros is 0.5 too
+TEXT_PARTS = ("language_model", "text_model", "text_decoder", "llm", "thinker")  # attributes of multimodal models
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+class PartNotice(UserWarning):
+    """A state dict was made of a model of which only a part has a mechanism."""
 
 
 def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> ModelT:
@@ -80,6 +86,9 @@ def detach(model: ModelT) -> ModelT:
             module.__dict__.pop("affine_carried", None)
             if identity:
                 scale_out_proj(module, mechanism, undo=True)
+    for key, hook in list(model._state_dict_pre_hooks.items()):
+        if hook is note_part:
+            del model._state_dict_pre_hooks[key]
     for name in ("affine_attention", "auto_map", "base_model_type", "base_model_tp_plan"):
         config.__dict__.pop(name, None)
     architectures = config.__dict__.get("architectures")
@@ -131,6 +140,18 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
                 part._is_hf_initialized = True
     for decoder in find_decoders(model, sites):
         decoder.register_forward_pre_hook(note_call, with_kwargs=True)
+    model.register_state_dict_pre_hook(note_part)
+
+
+def note_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a state dict is made: warns where the model is the text part of a multimodal one, which cannot load it."""
+    if prefix.rstrip(".").rpartition(".")[2] in TEXT_PARTS:
+        warnings.warn(
+            f"{prefix.rstrip('.')} has a mechanism, and the model around it has none: a folder that save_pretrained of "
+            "the whole model writes loads as plain softmax attention; save the part with its own save_pretrained",
+            PartNotice,
+            stacklevel=2,
+        )
 
 
 def check_start(mechanism: Mechanism, start: str) -> None:

@@ -23,7 +23,7 @@ PROJECTIONS = (
     ("q_proj", "out_proj"),  # opt
 )
 ALIBI_FAMILIES = ("bloom", "mpt")
-CROSS_ATTENTION = "encoder_attn"  # of BART and its like: never called in a decoder that stands alone
+CROSS_ATTENTION = ("encoder_attn", "cross_attn")  # BART and its like, mllama: not called in a decoder that stands alone
 INNER_NORMS = ("attn_sub_norm", "inner_attn_ln")  # between the heads' outputs and the output projection
 
 OFTEN_NONE = ("s_aux", "softcap")  # the configuration or the module says whether there is one

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-# The mask has already been made from these, or they belong to another part of the model.
+# The mask has already been made from these, or they belong to another part of the model, the loss for one.
 WITHOUT_EFFECT = frozenset(
     (
         "position_ids", "cache_position", "use_cache", "past_key_values", "sliding_window", "cu_seq_lens_q",
         "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "token_type_ids", "mm_token_type_ids",
         "cycle_offset", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-        "return_dict", "logits_to_keep", "position_embeddings", "layer_idx", "deterministic", "affine_hidden",
+        "return_dict", "logits_to_keep", "position_embeddings", "layer_idx", "deterministic", "shift_labels",
+        "ignore_index", "return_loss", "skip_logits", "accum_dtype", "affine_hidden",
         "affine_segments", "affine_weights", "affine_call", "affine_readings",
     )
 )  # fmt: skip

@@ -27,6 +27,7 @@ def test_an_attached_model_refuses_what_it_would_drop(name, value, words):
     for part in words.split(".*"):
         assert part in str(caught.value)
     model(make_tokens(), **{name: None})
+    model(make_tokens(), labels=make_tokens(), ignore_index=3)
     refuse_unknown("LlamaAttention", dict.fromkeys(WITHOUT_EFFECT, 1), "")
 
 
