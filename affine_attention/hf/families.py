@@ -25,7 +25,6 @@ PROJECTIONS = (
 ALIBI_FAMILIES = ("bloom", "mpt")
 CROSS_ATTENTION = ("encoder_attn", "cross_attn")  # BART and its like, mllama: not called in a decoder that stands alone
 INNER_NORMS = ("attn_sub_norm", "inner_attn_ln")  # between the heads' outputs and the output projection
-
 OFTEN_NONE = ("s_aux", "softcap")  # the configuration or the module says whether there is one
 
 
@@ -103,8 +102,9 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
         raise _refusal(model, f"{name} is differential attention: the difference of two softmax maps")
     if getattr(module, "is_cross_attention", False):
         raise _refusal(model, f"{name} is cross-attention")
-    if (keyword := passes(inspect.unwrap(type(module).forward))) is not None and keyword not in OFTEN_NONE:
-        raise _refusal(model, f"{name} passes {keyword} to its attention: {CHANGES_ATTENTION[keyword]}")
+    for keyword in passes(inspect.unwrap(type(module).forward)):
+        if keyword not in OFTEN_NONE:
+            raise _refusal(model, f"{name} passes {keyword} to its attention: {CHANGES_ATTENTION[keyword]}")
     if hasattr(module, "prepare_dynamic_mask"):
         raise _refusal(model, f"{name} computes a mask from its values")
     if not getattr(module, "is_causal", True) and getattr(config, "is_decoder", False):

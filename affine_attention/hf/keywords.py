@@ -38,12 +38,12 @@ def refuse_unknown(kind: str, given: dict[str, Any], way_out: str) -> None:
             )
 
 
-def passes(forward: Callable) -> str | None:
-    """The first keyword of `CHANGES_ATTENTION` that a forward names, read from its code."""
+def passes(forward: Callable) -> list[str]:
+    """The keywords of `CHANGES_ATTENTION` that a forward names, read from its code."""
     names: set[Any] = set()
     for constant in forward.__code__.co_consts:
         names.update(constant if isinstance(constant, tuple) else (constant,))
-    return next((name for name in CHANGES_ATTENTION if name in names), None)
+    return [name for name in CHANGES_ATTENTION if name in names]
 
 
 def _shown(value: Any) -> str:

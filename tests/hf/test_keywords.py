@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from affine_attention.hf.keywords import CHANGES_ATTENTION, WITHOUT_EFFECT, passes, refuse_unknown
@@ -32,6 +33,7 @@ def test_an_attached_model_refuses_what_it_would_drop(name, value, words):
 
 
 def test_keywords_are_read_from_the_code_of_a_forward():
-    assert passes(GptOssAttention.forward) == "s_aux"
-    assert passes(LlamaAttention.forward) is None
+    assert passes(GptOssAttention.forward) == ["s_aux"]
+    assert passes(LlamaAttention.forward) == []
+    assert passes(HYV4Attention.forward) == ["s_aux", "indices"]
     assert not set(CHANGES_ATTENTION) & WITHOUT_EFFECT
