@@ -4,14 +4,23 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report test test-all lint accuracy benchmark crash attack sanitize wheel clean
+.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack sanitize wheel clean
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
 
-# The page and the tables of docs/study.md, from the stored runs.
+# The page docs/study-report.html and the tables docs/study-tables.md, from the stored runs.
 study-report: $(READY)
-	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study.html --markdown docs/study.md
+	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study-report.html --markdown docs/study-tables.md
+
+# The documentation site, into site/. The variable silences an announcement of the theme, which is no warning of the build.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# The pictures of README and docs, from the stored runs, and the chart and tables of the newest benchmark results.
+pictures: $(READY)
+	$(RUN) -m studies.smollm2.pictures
+	$(RUN) -m benchmarks.readme
 
 # Two processes with a thread each: small tests gain little from torch's own threads. WORKERS=0 runs them in one process.
 WORKERS ?= 2
@@ -54,4 +63,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .version import __version__
-from .visible import printable
+from .visible import printable, visible
 
 MOST_SETTINGS = 1000  # of one command
 
@@ -19,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; errors that a user can mend are one line, not a traceback (AFFINE_TRACEBACK=1 shows it)."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    records, warning = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(_VisibleRecord)
+    warnings.formatwarning = lambda *given, **more: printable(warning(*given, **more))
     try:
         if options.command in ("study", "evaluate", "inspect"):
             _quiet_transformers()
@@ -32,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError) as error:
         if os.environ.get("AFFINE_TRACEBACK"):
             raise
-        _say(f"affine {options.command}: {str(error) or 'out of memory'}", sys.stderr)
+        said = f"affine {options.command}: {str(error) or 'out of memory'}"
+        # A line break is ours where a list follows. Elsewhere it is part of a name.
+        _say(said if ":\n  " in said else visible(said), sys.stderr)
         return 2
     except Exception as error:  # a fault of this package or of a library: one line all the same
         if os.environ.get("AFFINE_TRACEBACK"):
@@ -40,12 +47,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         _say(f"affine {options.command}: {reason} (unexpected; AFFINE_TRACEBACK=1 shows where)", sys.stderr)
         return 1
+    finally:
+        logging.setLogRecordFactory(records)
+        warnings.formatwarning = warning
+
+
+class _VisibleRecord(logging.LogRecord):
+    """What libraries log, and what they warn of, repeats names from files, too."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse repeats unknown arguments as they are: a shell pattern can expand to any file name."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message), file)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="affine", description="Affine-Scaled Attention: distil, evaluate, look inside, report."
-    )
+    parser = _Parser(prog="affine", description="Affine-Scaled Attention: distil, evaluate, look inside, report.")
     parser.add_argument("--version", action="version", version=f"affine_attention {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (

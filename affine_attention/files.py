@@ -128,6 +128,8 @@ def kind(value: Any) -> str:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path`; when the block ends well it is on the disk and takes the place of `path`."""
+    if path.exists() and not path.is_file():  # as root, a rename would take the place of /dev/null
+        raise ValueError(f"{path} must be a regular file or a new one, got a folder, a pipe or a device")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -148,14 +150,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_for_appending(path: Path) -> BinaryIO:
-    """A file to add lines to, unbuffered; a link in its place is refused."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    """A file to add lines to, unbuffered; a link or a pipe in its place is refused."""
+    # O_NONBLOCK: to open a pipe would wait for somebody who reads it.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
-        return open(os.open(path, flags, 0o666), "ab", buffering=0)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
             raise ValueError(f"{path} must be a file of the run, got a link to {os.readlink(path)}") from error
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} must be a regular file") from error
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} must be a regular file")
+    return open(descriptor, "ab", buffering=0)
 
 
 def _at_most(content: bytes, limit: int, path: Path) -> bytes:

@@ -1,1 +1,1 @@
-"""One script a subject; results go to benchmarks/results/."""
+"""One script per subject; results go to benchmarks/results/."""

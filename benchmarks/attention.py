@@ -1,4 +1,4 @@
-"""Prints what the mechanisms cost beside plain attention, on this machine's CPU or GPU.
+"""Prints what the mechanisms cost compared with plain attention, on this machine's CPU or GPU.
 
     make benchmark                                    # GPU if there is one, else CPU
     python -m benchmarks.attention --device cpu --rounds 9
@@ -272,7 +272,7 @@ def main() -> None:
             *table(columns, rows),
         ]
         # Written after each shape: a long run that is cut short keeps what it has.
-        title = "Attention: time and memory beside plain SDPA"
+        title = "Attention: time and memory compared with plain SDPA"
         write(options.name, options.device, title, lines, echo=shape is chosen[-1])
 
 

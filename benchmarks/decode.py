@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode
 
-A step reads every key and value once: bytes of the cache over the time of a step, beside bytes read plus written over
-the time of a large device copy in the same run. Steps are replayed as CUDA graphs, as an engine would; "eager" is the
+A step reads every key and value once: bytes of the cache over the time of a step, compared with bytes read plus written
+over the time of a large device copy in the same run. Steps are replayed as CUDA graphs, as in a server; "eager" is the
 same call without a graph.
 """
 

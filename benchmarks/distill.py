@@ -4,7 +4,7 @@
     python -m benchmarks.distill --device cpu --rounds 5 --shapes cpu-128k cpu-128k-wide
 
 Forward KL to the teacher's whole distribution, from the last hidden states and the heads of both models, with the
-gradients of the student's hidden states and head. The plain version makes all logits, as anyone would write it. The
+gradients of the student's hidden states and head. The plain version materialises all logits. The
 rivals are the chunked losses of Liger and TRL, where they are installed. They take turns; times are medians.
 """
 
@@ -203,7 +203,7 @@ def main() -> None:
         ]
         if absent:
             lines += ["", f"Not installed here, so not measured: {', '.join(absent)}."]
-        title = "Distillation loss: time and memory beside the plain version"
+        title = "Distillation loss: time and memory compared with the plain version"
         write("distill", options.device, title, lines, echo=name == wanted[-1])
 
 

@@ -1,4 +1,4 @@
-"""Weighs and times `inspect` of one layer of the 1B student at 32k tokens on the CPU, in a process of its own.
+"""Measures memory and time of `inspect` for one layer of the 1B student at 32k tokens on the CPU, in its own process.
 
     python -m benchmarks.inspect [--length 32768] [--mechanisms softmax affine_gated] [--write]
 

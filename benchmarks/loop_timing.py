@@ -98,15 +98,16 @@ def host_seconds(device: str, calls: int) -> Callable[[Function], float]:
     return seconds
 
 
-def wall_seconds(device: str, calls: int, untimed: int = 0) -> Callable[[Function], float]:
+def wall_seconds(device: str, calls: int, untimed: int = 0, releases: bool = False) -> Callable[[Function], float]:
     """Wall-clock time of one call, from `calls` consecutive calls that end when the GPU is idle.
 
-    With `untimed` calls, the cached memory of the variant before is released and these calls allocate their own first:
-    otherwise the allocator would free and allocate inside of the timed calls where memory is nearly full.
+    `untimed` calls run first. `releases`: before them, the cached memory of the variant before is released: otherwise
+    the allocator would free and allocate inside of the timed calls where memory is nearly full. A training loop does
+    not release memory, and its tensors have the same addresses in every step.
     """
 
     def seconds(function: Function) -> float:
-        if untimed and device == "cuda":
+        if releases and device == "cuda":
             torch.cuda.empty_cache()
         for _ in range(untimed):
             function()

@@ -32,7 +32,7 @@ def train(run: Run) -> Iterator[Case]:
         builders = {name: step_builder(run, name, batch, compiled) for name in (PLAIN, *run.mechanisms)}
         # A layer that dynamo compiles too often would run in eager mode without an error.
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            seconds = wall_seconds(run.device, run.steps, UNTIMED_STEPS)
+            seconds = wall_seconds(run.device, run.steps, UNTIMED_STEPS, releases=batch == large)
             measured = take_turns(build(builders), run.rounds, seconds)
         tokens = batch * run.sizes.length
         yield Case(f"train, {mode}, {batch} x {run.sizes.length}", "tokens/s", per_second(measured, tokens))

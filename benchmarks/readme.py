@@ -1,6 +1,6 @@
-"""Writes the README's numbers from the newest files in benchmarks/results/.
+"""Writes docs/numbers.md and the README's chart from the newest files in benchmarks/results/.
 
-python -m benchmarks.readme          # rewrites the block between the two marks
+python -m benchmarks.readme          # rewrites the block between the two marks, and docs/images/speed.svg
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .chart import Panel, draw
 from .results_file import RESULTS, table
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+NUMBERS, CHART = ROOT / "docs" / "numbers.md", ROOT / "docs" / "images" / "speed.svg"
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 LOOP_SHOWN = ("host time", "train", "generate", "commit_running_alpha")
 LOOP_VARIANTS = {"plain": "plain", "softmax": "softmax", "no mechanism": "softmax", "affine": "affine"}
@@ -40,7 +42,7 @@ def rows_of(path: Path) -> list[list[str]]:
 def source(path: Path) -> str:
     found = re.search(r"Hardware: .*?\. Versions: .*?\. Date: [\d-]+\.", path.read_text())
     assert found, f"{path} does not say where it was measured"
-    return f"{found.group(0)} File: [{path.name}](benchmarks/results/{path.name})."
+    return f"{found.group(0)} File: [{path.name}](../benchmarks/results/{path.name})."
 
 
 def attention_lines(*paths: Path | None) -> list[str]:
@@ -102,26 +104,29 @@ def block() -> str:
     rivals, decode = newest("attention-rivals_nvidia"), newest("decode")
     loop = newest_day("loop*_nvidia")
     if loop:
-        lines += ["What a loop sees, host time included, beside plain SDPA in the same run: the host time of one call "
-                  "(bf16, causal), and training, generation and `commit_running_alpha` of a transformers llama of "
-                  "SmolLM2-135M's shape. A ratio above 1 is faster for tokens/s and slower for times:", "",
+        lines += ["## Training and host time", "",
+                  "Measured with the host's time included, next to plain SDPA in the same run: the host time of one "
+                  "call (bf16, causal), and training, generation and `commit_running_alpha` of a transformers llama of "
+                  "SmolLM2-135M's shape. A ratio above 1 is faster for tokens/s and slower for times.", "",
                   *loop_lines(*loop), "", " ".join(source(path) for path in loop), ""]  # fmt: skip
     if gpu is not None:
-        lines += ["Time of a causal call as a multiple of the best plain SDPA backend (cuDNN) in the same run, bf16, "
-                  "forward / forward + backward, for the shapes of the paper's students at 2,048 to 32,768 tokens:", "",
+        lines += ["## Attention on a GPU", "", "Time of a causal call as a multiple of the best plain SDPA backend "
+                  "(cuDNN) in the same run, bf16, forward / forward + backward, for the shapes of the paper's students "
+                  "at 2,048 to 32,768 tokens.", "",
                   *attention_lines(gpu, rivals), "", f"{memory_line(gpu)} {source(gpu)}", ""]  # fmt: skip
     if gpu is not None and rivals is not None:
-        lines[-2] += f" Rivals: [{rivals.name}](benchmarks/results/{rivals.name})."
+        lines[-2] += f" Rivals: [{rivals.name}](../benchmarks/results/{rivals.name})."
     if decode is not None:
         shares = {kind: [float(row[4]) for row in rows_of(decode)[1:] if row[1] == kind]
                   for kind in ("affine", "affine, paged")}  # fmt: skip
         dense, paged = (f"{min(each):.0%} to {max(each):.0%}" for each in shares.values())
-        lines += [f"Decoding reads a dense cache at {dense}, a paged one at {paged} of a measured device copy. "
+        lines += ["## Decoding", "",
+                  f"Decoding reads a dense cache at {dense}, a paged one at {paged} of a measured device copy. "
                   f"{source(decode)}", ""]  # fmt: skip
     if cpu is not None:
-        lines += ["On a CPU, fp32:", "", *attention_lines(cpu), "", source(cpu), ""]
-    lines += ["Accuracy: error against fp64 over that of plain PyTorch in the same dtype, for outputs and all "
-              "gradients (the bar is 2).", ""]  # fmt: skip
+        lines += ["## Attention on a CPU", "", "fp32, the same ratios.", "", *attention_lines(cpu), "", source(cpu), ""]
+    lines += ["## Accuracy", "", "Error against fp64 over that of plain PyTorch in the same dtype, for outputs and all "
+              "gradients (the limit is 2).", ""]  # fmt: skip
     for path in (newest("accuracy_cpu"), newest("accuracy_nvidia")):
         if path is not None:
             _, _, count, *quantiles = rows_of(path)[-1]
@@ -130,15 +135,39 @@ def block() -> str:
     return "\n".join(lines).strip()
 
 
-def rewritten(readme: str) -> str:
-    before, rest = readme.split(BEGIN)
+def chart() -> str:
+    """The time of a training step, then that of an attention call, as multiples of plain SDPA in the same run."""
+    loops, gpu = newest_day("loop*_nvidia"), newest("attention_nvidia")
+    steps: dict[str, dict[str, float]] = {}
+    for path in loops:
+        for what, variant, _, unit, ratio, *_ in rows_of(path)[1:]:
+            if what.startswith("train") and unit == "tokens/s" and variant in ("softmax", "affine"):
+                steps.setdefault(what.removeprefix("train, "), {}).setdefault(variant, 1 / float(ratio))
+    calls, shape = [], ""
+    for row in rows_of(gpu)[1:] if gpu is not None else []:
+        shape = row[0] or shape
+        if row[1] == "affine":
+            calls.append((shape, (float(row[4]), float(row[7]))))
+    trained = [(f"{what} tokens", (found.get("softmax"), found.get("affine"))) for what, found in steps.items()]
+    panels = [
+        Panel("Training step, model of SmolLM2-135M's shape", ("softmax attached", "affine"), trained),
+        Panel("Attention call, affine, causal, bf16", ("forward", "forward + backward"), calls),
+    ]
+    where = {re.sub(r" Date: .*", "", said) + f" {path.stem[-10:]}." for path in [*loops, *([gpu] if gpu else [])]
+             for said in [source(path)]}  # fmt: skip
+    return draw("Time relative to plain SDPA in the same run (1.00 = plain; lower is faster)", panels, sorted(where))
+
+
+def rewritten(page: str) -> str:
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{block()}\n{END}{after}"
 
 
 def main() -> None:
-    README.write_text(rewritten(README.read_text()))
-    print(f"numbers of {README.name} rewritten")
+    NUMBERS.write_text(rewritten(NUMBERS.read_text()))
+    CHART.write_text(chart())
+    print(f"{NUMBERS.relative_to(ROOT)} and {CHART.relative_to(ROOT)} rewritten")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures distillation as users run it: tokens per second and MFU of `lab.train`, mechanism beside softmax, in turn.
+"""Measures distillation as users run it: tokens per second and MFU of `lab.train`, for each mechanism in turn.
 
     python -m benchmarks.train [--mechanisms softmax affine] [--student llama-100m] [--teacher llama-100m] [--write]
 

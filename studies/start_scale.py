@@ -1,11 +1,11 @@
-"""Asks why every gate beats softmax early: does it choose, or does it only start with a weaker attention?
+"""Tests whether gates beat softmax early in training only because their attention starts weaker.
 
     python -m studies.start_scale OUT [--seeds 0 1 2]
 
 alpha and the gates are about one half before the first step, so attention's part of the residual stream starts at half
 its size. Here softmax students start with the weights of attention's output projection times 1, 1/2, 1/4 and 0, and
-nothing else changed; the gated mechanisms stand beside them. `tiny_cpu` for 150 steps, plain cross-entropy on the text
-that ships with the package: about half a minute a student on two cores. Prints the table of docs/study.md.
+nothing else changed; the gated mechanisms are trained for comparison. `tiny_cpu` for 150 steps, plain cross-entropy on
+the text that ships with the package: about half a minute per student on two cores. Prints the table of docs/study.md.
 """
 
 from __future__ import annotations

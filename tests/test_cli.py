@@ -106,6 +106,7 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         (["train", "--device", "cpu", "--set", "student_changes.num_attention_heads=0"], "cannot be built with"),
         (["train", "--device", "cpu", "--set", "vocabulary_size=1000000000"], "vocabulary_size must be at most"),
         (["train", "--set", "steps=1" + "0" * 400], "steps must be"),
+        (["train", *["--set", "steps=1"] * 1001], "--set may be given 1000 times, got 1,001"),
         (["train", "--ranks", "0", "--dry-run"], "ranks must be at least 1, got 0"),
         (["evaluate", "nowhere", "--batch-size", "0"], "batch_size must be None or an integer of at least 1, got 0"),
         (["evaluate", "nowhere", "--perplexity", "c4="], "--perplexity must name a file"),

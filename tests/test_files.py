@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import os
+import stat
 
 import pytest
 
@@ -80,6 +81,19 @@ def test_a_temporary_file_follows_no_link(tmp_path):
     write_text(tmp_path / "report.html", "page")
     assert target.read_text() == "keep"
     assert (tmp_path / "report.html").read_text() == "page"
+
+
+def test_only_a_regular_file_is_replaced_or_added_to(tmp_path):
+    """As root, `affine report -o /dev/null` would put a file in the place of the device."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link"):
+        with pytest.raises(ValueError, match="must be a regular file"):
+            write_text(tmp_path / name, "page")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
+    with pytest.raises(ValueError, match="must be a regular file"):
+        open_for_appending(tmp_path / "pipe")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):

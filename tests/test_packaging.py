@@ -1,38 +1,60 @@
-"""The wheel builds, holds what it should and nothing else, and works where it is installed."""
+"""The wheel builds, holds what it should and nothing else, and runs the README's lines in an empty environment."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import affine_attention
+from tests.docs_commands import fences
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_wheel_builds_and_installs_elsewhere(tmp_path):
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert affine_attention.__version__ in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert "affine_attention/py.typed" in names
     assert "affine_attention/ops/fused/cudnn/kernels.py" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/", "docs/", "studies/"))]
 
-    target = tmp_path / "elsewhere"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
-    assert subprocess.run(install, capture_output=True).returncode == 0
-    code = (
-        "import torch, affine_attention as a; x = torch.ones(1, 2, 3, 4); "
-        "print(a.__file__, a.attention(x, x, x, is_causal=True).sum().item())"
+
+def test_the_readme_runs_in_an_empty_environment(wheel, without_hub, tmp_path):
+    """The environment sees the installed dependencies, but neither this repository nor its editable install."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(install, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    snippets = [code for language, code in fences(ROOT / "README.md") if language == "python"]
+    script = "\n".join([*snippets, "import affine_attention", "print(affine_attention.__file__)"])
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([python, "-c", without_hub(script)], cwd=tmp_path, env=offline, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1].startswith(str(packages))
+    command = subprocess.run(
+        [tmp_path / "env/bin/affine", "--version"], cwd=tmp_path, env=offline, capture_output=True, text=True
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(target)}, capture_output=True, text=True
-    )
-    assert ran.stdout.startswith(str(target)), ran.stderr
-    assert ran.stdout.split()[-1] == "24.0"
+    assert command.stdout.strip() == f"affine_attention {affine_attention.__version__}", command.stderr

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
+
 import pytest
 
 from affine_attention.cli import main
@@ -33,13 +37,38 @@ def test_lines_stay_lines_and_long_text_is_cut():
         ["gradients", f"no{HOSTILE.replace(chr(0), '')}"],
         ["train", "--recipe", f"no{HOSTILE}"],
         ["train", "--set", f"name=no{HOSTILE}"],
+        ["report", "no\nsuch run: all is well"],
+        ["train", "--data", "no\nsuch file"],
+        ["train", f"unknown{HOSTILE}"],
+        ["report", "run", f"--{HOSTILE}=1"],
     ],
 )
 def test_no_command_prints_control_characters(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(command) == 2
+    try:
+        code = main(command)
+    except SystemExit as stopped:  # of argparse
+        code = stopped.code
+    assert code == 2
     said = capsys.readouterr()
+    assert said.err.count("\n") == 1 or said.err.startswith("usage")
     assert not any((ord(letter) < 32 and letter != "\n") or letter in "\u202e\u200b\u2066\x9b" for letter in said.err)
+
+
+def test_warnings_and_logs_print_no_control_characters(monkeypatch, capfd):
+    def command(options):
+        sys.stderr.write(warnings.formatwarning(f"replaced {HOSTILE}", UserWarning, "file.py", 1, ""))  # as it is shown
+        logging.getLogger("library").warning("read %s", HOSTILE)
+
+    monkeypatch.setattr("affine_attention.cli._recipes", command)
+    handler = logging.StreamHandler()
+    logging.getLogger("library").addHandler(handler)
+    assert main(["recipes"]) == 0
+    logging.getLogger("library").removeHandler(handler)
+    said = capfd.readouterr().err
+    assert said.count("U+202E") == 2
+    assert not set(said) & {"\x1b", "\u202e"}
+    assert logging.getLogRecordFactory() is logging.LogRecord, "as it was before the command"
 
 
 def test_progress_prints_no_control_characters(capsys):

@@ -148,9 +148,16 @@ def affine_attention(
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
     alpha = beta = sink = gate = None
     if not layer.is_plain:
-        alpha, beta, sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        sink = layer.sink
         if sink is not None:
             sink = own_sink(sink, query.shape[1])
+        # One autograd node for W_a and the operator: it runs the fused kernels.
+        joined = query.is_cuda and affine_impl in ("auto", "fused")
+        if joined and layer.observer is None and not affine_weights:
+            out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,

@@ -7,17 +7,24 @@ missing weight with random numbers. Whatever a file holds, an error is a ValueEr
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from ..files import read_table
+from ..visible import visible
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 1000
 LONGEST_REASON = 300  # characters of what a library says
+_logger = logging.getLogger(__name__)
 
 
 def model_folder(source: str | Path, what: str = "model", weights: bool = True) -> str:
@@ -78,12 +85,17 @@ def load_model(
     check_config(path, what)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **chosen
-        )
+        with _without_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **chosen
+            )
     except Exception as error:  # libraries raise their own, JSON's, torch's and plain KeyErrors on damaged files
         raise _refusal(path, what, error) from error
     model, found = loaded
+    if extra := sorted(found["unexpected_keys"]):
+        names = ", ".join(visible(name)[:LONGEST_REASON] for name in extra[:3])
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        _logger.warning("%s %s: the model has no place for the weights %s%s", what, visible(source), names, more)
     missing = sorted(found["missing_keys"])
     if missing:
         # transformers fills them with random numbers and a warning.
@@ -92,6 +104,17 @@ def load_model(
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; is it a complete causal language model?"
         )
     return model
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Without transformers' table of weights, which prints their names as they are, control characters included."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(max(before, transformers_logging.ERROR))
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def load_config(source: str | Path, what: str = "model") -> Any:
@@ -126,12 +149,16 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def check_config(path: str, what: str) -> None:
-    """Before transformers reads it: a config.json that is a pipe, too large, nested too deeply or no object."""
+    """Refuses a config.json that is a pipe, too large, nested too deeply, no object or of too many layers."""
     if Path(path).is_dir():
         config = read_table(Path(path) / "config.json")
         for key in ("model_type", "base_model_type"):
             if not isinstance(config.get(key, ""), str):
                 raise ValueError(f"{what} {path!r}: {key} of config.json must be text, got {config[key]!r}")
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            for key in LAYER_KEYS:
+                if isinstance(part.get(key), int) and part[key] > MOST_LAYERS:  # transformers would make each of them
+                    raise ValueError(f"{what} {path!r}: {key} of config.json must be at most {MOST_LAYERS:,}")
 
 
 def _refusal(path: str, what: str, error: Exception) -> Exception:
@@ -139,5 +166,7 @@ def _refusal(path: str, what: str, error: Exception) -> Exception:
     reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
     if "trust_remote_code" in reason or "custom code" in reason:
         reason = "its model type is known only to code that it brings along, which is never run"
+    if "ignore_mismatched_sizes" in reason:
+        reason = "its weights do not have the shapes that its config.json says"
     kind = OSError if isinstance(error, OSError) and not Path(path).is_dir() else ValueError
     return kind(f"{what} {path!r} cannot be loaded: {reason}")

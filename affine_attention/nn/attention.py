@@ -34,6 +34,8 @@ from .mechanism import Mechanism, as_mechanism
 from .rotary import rotate
 from .scaling import AffineScale
 
+PLAIN_CAUSAL = {"is_causal": True}  # the arguments of a call that only the order of the tokens restricts
+
 
 class Coefficients(NamedTuple):
     """What a mechanism hands to the operator; each is None where the mechanism has none."""
@@ -123,19 +125,50 @@ class AttentionMechanism(nn.Module):
         `token_mask` [B, T] says which queries are real tokens; None takes the last T columns of a [B, S] mask.
         """
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        return self.rows(hidden, *self._prepare(hidden, query, key, visible, token_mask))
+
+    def _prepare(
+        self, hidden: Tensor, query: Tensor, key: Tensor, visible: dict[str, Any], token_mask: Tensor | None
+    ) -> tuple[Tensor | int | None, Tensor | None]:
+        """N of Eq. 8 and the mask of real tokens, of checked arguments."""
         self._check(hidden, query, key, visible, token_mask)
         num_keys = self._bias_divisor(query, key, **visible) if self.mechanism.bias else None
-        return self.rows(hidden, num_keys, real_tokens(mask, query.shape[2]) if token_mask is None else token_mask)
+        return num_keys, real_tokens(visible["mask"], query.shape[2]) if token_mask is None else token_mask
 
     def rows(self, hidden: Tensor, num_keys: Tensor | int | None, token_mask: Tensor | None) -> Coefficients:
         """`coefficients` where N of Eq. 8, from `bias_divisor`, and the mask of real tokens [B, T] are known."""
-        alpha = beta = gate = None
-        scale, gate_proj = self.scale, self.gate_proj
+        alpha = beta = None
+        scale = self.scale
         if scale is not None:
             alpha, beta = scale(hidden, num_keys, token_mask)
-        if gate_proj is not None:
-            gate = torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        return Coefficients(alpha, beta, self.sink, gate)
+        return Coefficients(alpha, beta, self.sink, self._gate(hidden))
+
+    def _gate(self, hidden: Tensor) -> Tensor | None:
+        gate_proj: Any = self._modules.get("gate_proj")
+        if gate_proj is None:
+            return None
+        return torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def attend(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        num_keys: Tensor | int | None,
+        token_mask: Tensor | None,
+        sink: Tensor | None,
+        softmax_scale: float | None,
+        visible: dict[str, Any],
+    ) -> Tensor | None:
+        """The operator with the coefficients of `rows`, in one autograd node; None where that is not served.
+
+        `sink` is the layer's, or a rank's part of it; `visible` are the arguments of the operator for visible keys.
+        """
+        scale: Any = self._modules.get("scale")
+        if scale is None or visible != PLAIN_CAUSAL:
+            return None
+        return scale.attend(hidden, query, key, value, num_keys, token_mask, sink, self._gate, softmax_scale)
 
     def forward(
         self,
@@ -154,7 +187,13 @@ class AttentionMechanism(nn.Module):
     ) -> Tensor:
         """The operator with this layer's coefficients: [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
-        alpha, beta, sink, gate = self.coefficients(hidden, query, key, **visible, token_mask=token_mask)
+        num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
+        if self.observer is None and impl == "auto" and query.is_cuda:
+            given = {name: each for name, each in visible.items() if each is not None}
+            out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
+            if out is not None:
+                return out
+        alpha, beta, sink, gate = self.rows(hidden, num_keys, tokens)
         if self.observer is not None:
             self.observer(
                 query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=softmax_scale,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ops.fused import HAS_TRITON, INTERPRETED
+from ..ops.fused import HAS_TRITON, INTERPRETED, runs_on
 from .arguments import check_place, check_size
 from .mechanism import Mechanism
 
@@ -93,10 +93,16 @@ def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
         and weight.get_device() == hidden.get_device()
         and weight.shape[0] * dtype.itemsize <= MAX_PROJECTED_BYTES
         and parameters["bias"] is None
-        and not (proj._forward_hooks or proj._forward_pre_hooks or proj._backward_hooks or proj._backward_pre_hooks)
-        and "forward" not in proj.__dict__  # accelerate wraps the method of an instance
+        and not _is_altered(proj)
         and not _autocasts(hidden)
     )
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """True where a call of the module does more than its forward: hooks, or a method that accelerate has wrapped."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ) or ("forward" in module.__dict__)  # fmt: skip
 
 
 def _autocasts(hidden: Tensor) -> bool:
@@ -184,13 +190,7 @@ class AffineScale(nn.Module):
         if self.mechanism.bias:
             if num_keys is None:
                 raise ValueError("num_keys is missing: beta = (running_alpha - alpha) / num_keys needs it (Eq. 8)")
-            running_alpha = self.running_alpha
-            if self.training and torch.is_grad_enabled():
-                collected = self.collected
-                if collected.device != source.device:
-                    # Built on the meta device and loaded since: no checkpoint holds this buffer.
-                    collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
-                    self.collected = collected
+            running_alpha, collected = self.running_alpha, self._collected(source)
         activation = self.mechanism.activation
         if projects:
             weight = proj.weight
@@ -207,6 +207,60 @@ class AffineScale(nn.Module):
         if running_alpha is None or num_keys is None:
             return alpha, None
         return alpha, (running_alpha[:, None] - alpha) / num_keys
+
+    def _collected(self, source: Tensor) -> Tensor | None:
+        """The leaf that collects alpha, on the device of `source`; None where this call is not collected."""
+        if not (self.training and torch.is_grad_enabled()):
+            return None
+        collected: Any = self._buffers["collected"]
+        if collected.device != source.device:
+            # Built on the meta device and loaded since: no checkpoint holds this buffer.
+            collected = torch.zeros_like(collected, device=source.device, requires_grad=True)
+            self.collected = collected
+        return collected
+
+    def attend(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        num_keys: Tensor | int | None,
+        token_mask: Tensor | None,
+        sink: Tensor | None,
+        gate_of: Callable[[Tensor], Tensor | None],
+        softmax_scale: float | None,
+    ) -> Tensor | None:
+        """Causal attention with the alpha and beta of `forward`, in one autograd node; None where that is not served.
+
+        It serves training on a Hopper GPU: a node costs the host as much as several launches. `gate_of` turns hidden
+        states into the gate.
+        """
+        mechanism, proj = self.mechanism, self._modules["proj"]
+        has_divisor = not mechanism.bias or isinstance(num_keys, int)
+        if not (query.is_cuda and has_divisor and torch.is_grad_enabled() and _can_project(proj, hidden)):  # type: ignore[arg-type]
+            return None
+        if _is_altered(self):
+            return None
+        weight: Any = proj._parameters["weight"]  # type: ignore[union-attr]
+        from ..ops.fused.projected import can_project, projected_attention
+
+        if not can_project(query, key, value, hidden, weight) or not (sink is None or sink.is_contiguous()):
+            return None
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return None
+        running_alpha = collected = None
+        if mechanism.bias:
+            running_alpha, collected = self._buffers["running_alpha"], self._collected(hidden)
+        gate = gate_of(hidden)
+        if collected is None and not (
+            weight.requires_grad or any(x is not None and x.requires_grad for x in (hidden, query, key, value, gate))
+        ):
+            return None
+        return projected_attention(
+            query, key, value, sink, gate, hidden, weight, running_alpha, collected, token_mask, softmax_scale,
+            num_keys if mechanism.bias else 1, mechanism.activation == "sigmoid",  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def discard_collected(self) -> None:
         """Forgets what was collected since the last commit (after a skipped optimizer step)."""
@@ -290,20 +344,48 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
     batches: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor | None]]] = {}
     for scale in scales:
         buffers: Any = scale._buffers  # an attribute of the module takes ten times as long to find
-        running, collected = buffers["running_alpha"], buffers["collected"]
+        collected = buffers["collected"]
         grad = collected.grad
         # Another rank may have collected something where this one has not.
         if grad is not None or reduces:
+            running = buffers["running_alpha"]
             key = (running.device, running.dtype, running.shape, scale.mechanism.momentum)
-            targets, grads = batches.setdefault(key, ([], []))
-            targets.append(running)
-            grads.append(grad)
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = ([], [])
+            batch[0].append(running)
+            batch[1].append(grad)
             collected.grad = None
+    if not reduces:
+        for (device, _, _, momentum), (targets, grads) in batches.items():
+            if not (_has_kernels(device) and _update_fused(targets, grads, momentum)):
+                _update(targets, _stack_collected(targets, grads), momentum)
+        return
     sums = [_stack_collected(targets, grads) for targets, grads in batches.values()]
-    if reduces and sums:
+    if sums:
         sums = _all_reduce(sums, group)
     for (*_, momentum), (targets, _), sums_LH in zip(batches, batches.values(), sums, strict=True):
         _update(targets, sums_LH, momentum)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return HAS_TRITON and (INTERPRETED if device.type == "cpu" else device.type == "cuda" and runs_on(device.index))
+
+
+def _update_fused(targets: list[Tensor], grads: list[Tensor | None], momentum: float) -> bool:
+    """Eq. 9 in one launch; False where the kernel does not serve these tensors."""
+    first = targets[0]
+    device, total = first.get_device(), torch.float64
+    for running, grad in zip(targets, grads, strict=True):
+        if type(grad) is not Tensor or grad.dtype is not total or grad.get_device() != device:
+            return False
+        if not (running.is_contiguous() and grad.is_contiguous()):
+            return False
+    if first.dtype is not torch.float32:
+        return False
+    from ..ops.fused.running_average import update_running_alpha
+
+    return update_running_alpha(targets, grads, momentum)  # type: ignore[arg-type]
 
 
 def _stack_collected(targets: list[Tensor], grads: list[Tensor | None]) -> Tensor:

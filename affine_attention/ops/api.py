@@ -233,9 +233,13 @@ def forget_plans() -> None:
     """Drops every plan: for tests and benchmarks that change what a plan is made from."""
     _runners.clear()
     if "affine_attention.ops.fused.op" in sys.modules:
-        from .fused.op import forget_plans as forget_fused_plans
+        from .fused import op
 
-        forget_fused_plans()
+        op.forget_plans()
+    if "affine_attention.ops.fused.projected" in sys.modules:
+        from .fused import projected
+
+        projected.forget_plans()
 
 
 _INTEGER, _NUMBER = (int, type(None)), (float, int, type(None))
@@ -329,6 +333,8 @@ def _run_plain_in_graph(
     tensors = (query, key, value, *rows)
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if query.is_cuda and num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
+        from .fused.decode import op as _  # noqa: F401 - registers the operator
+
         return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale)
     if scale <= 0 or torch.are_deterministic_algorithms_enabled():
         return None

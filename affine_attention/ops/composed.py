@@ -96,8 +96,9 @@ class _Composed(torch.autograd.Function):
         poison_BHT1 = poison(broken, visibility, query.shape[1], out.dtype)
         if poison_BHT1 is not None:
             out = out + poison_BHT1
-        # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice.
-        return out.to(query.dtype)
+        # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice. No conversion to its own
+        # dtype: in a graph of torch 2.11 the result counts as another output, and every gradient is silently 0.
+        return out if out.dtype == query.dtype else out.to(query.dtype)
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from ..nn import Mechanism
 from ..recipes import TEACHERS, recipe
 
 MECHANISM_SETTINGS = {item.name for item in dataclasses.fields(Mechanism)} - {"name"}
+MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Plan:
     engine: Literal["harness", "direct"] = "harness"
 
     def __post_init__(self) -> None:
+        if len(self.mechanisms) * len(self.seeds) > MOST_RUNS:
+            raise ValueError(
+                f"a study has at most {MOST_RUNS:,} students, got {len(self.mechanisms):,} mechanisms with "
+                f"{len(self.seeds):,} seeds"
+            )
         for name in ("mechanisms", "seeds"):
             values = getattr(self, name)
             if not values:

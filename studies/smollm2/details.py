@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pvariance, stdev
 from typing import Any
 
 from affine_attention.files import read_json
@@ -17,6 +17,7 @@ from affine_attention.lab.run import RunFolder
 
 RUNS = Path(__file__).parent / "30m"
 SEEDS = (0, 1, 2)
+T_95 = 4.3027  # Student's t, two degrees of freedom
 TRAINED = ("softmax", "affine", "affine_no_bias", "head_gated", "gated", "affine_gated")
 WINDOWS = ((1, 50), (51, 100), (201, 300), (501, 700), (1151, 1200))
 TEXTS = {"wikipedia2006": "Wikipedia", "openstax": "OpenStax", "elife": "eLife", "novels": "novels", "c4": "C4"}
@@ -81,9 +82,26 @@ def shares() -> list[str]:
     ]
 
 
+def gradients() -> list[str]:
+    """Variance and CV of the gradient norm over several ranges of steps; differences are paired by seed."""
+    lines = ["| steps | measure | affine | softmax | affine − softmax |", "|---|---|---|---|---|"]
+    norms = {m: [[line["grad_norm"] for line in RunFolder(RUNS / f"{m}-seed{s}").log()] for s in SEEDS]
+             for m in ("affine", "softmax")}  # fmt: skip
+    measures = {"variance": pvariance, "CV": lambda norm: pvariance(norm) ** 0.5 / fmean(norm)}
+    for first, last in ((1, 500), (101, 500), (101, 1200)):
+        for name, measure in measures.items():
+            of = {m: [measure(norm[first - 1 : last]) for norm in norms[m]] for m in norms}
+            differences = [a - b for a, b in zip(of["affine"], of["softmax"], strict=True)]
+            half = T_95 * stdev(differences) / len(SEEDS) ** 0.5
+            cells = [f"{first} to {last}", name, *(f"{fmean(of[m]):.3f}" for m in ("affine", "softmax"))]
+            lines.append(f"| {' | '.join(cells)} | {fmean(differences):+.3f} ± {half:.3f} |".replace("| -", "| −"))
+    return lines
+
+
 def tables() -> list[list[str]]:
     return [
         losses(),
+        gradients(),
         perplexities(),
         by_layer("mean α", ("affine", "head_gated"), "alpha", "mean"),
         by_layer("entropy of the softmax part, nats", ("softmax", "affine", "head_gated"), "entropy", "softmax"),

@@ -17,7 +17,7 @@ from tests.lab.training.runs import differences, tiny_recipe, write_text
 
 from .tally import Battery
 
-DAMAGED, FLIPPED = 60, 60
+DAMAGED, FLIPPED = 90, 60
 
 
 class Stop(Exception):

@@ -26,37 +26,44 @@ from tests.lab.training.runs import STUDENT, differences, log_without_timing
 from .tally import Battery
 
 KILLS, OPERATIONS, SIGNALS, STUDIES, FULL_DISKS, CLOCKS = 100, 90, 70, 39, 20, 20
-JOBS = 2  # processes at a time
+JOBS = max(2, min(os.cpu_count() or 2, 8))  # processes at a time
 
 
 def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:
+    """The shares of the time follow what each kind takes on two busy cores; what one leaves over goes to the next.
+
+    The kinds whose numbers are promised come first.
+    """
     crashes = Crashes(folder, "affine")
     numbers = random.Random(seed)
     ends, begin = battery.deadline, time.monotonic()
-    left = ends - begin
+
+    def until(part: float) -> None:
+        battery.deadline = begin + (ends - begin) * part
+
+    until(0.30)
     moments = [numbers.uniform(0, crashes.seconds * 0.45) for _ in range(_count(KILLS, share))]
-    battery.deadline = begin + left * 0.3
     _share(battery, folder, "kill -9 at a random moment", crashes.kill_after, list(enumerate(moments)))
-    battery.deadline = begin + left * 0.55
+    until(0.58)
     operations = _operations(crashes, _count(OPERATIONS, share))
     _share(battery, folder, "kill -9 before a file operation", crashes.kill_at_operation, operations)
-    battery.deadline = begin + left * 0.72
+    until(0.75)
     several = [
         (number, numbers.choice((signal.SIGTERM, signal.SIGINT)), numbers.uniform(0, crashes.seconds))
         for number in range(_count(SIGNALS, share))
     ]
     _share(battery, folder, "SIGTERM or Ctrl-C at a random moment", lambda *a: _signalled(crashes, *a), several)
-    battery.deadline = begin + left * 0.8
-    # From less than the log to about the size of a checkpoint's largest file.
-    limits = [(number, round(2 ** numbers.uniform(10, 17))) for number in range(_count(FULL_DISKS, share))]
-    _share(battery, folder, "no room left for a file", lambda *a: _without_room(crashes, *a), limits)
-    battery.deadline = begin + left * 0.88
-    moments = [numbers.uniform(0, crashes.seconds) for _ in range(_count(CLOCKS, share))]
-    _share(battery, folder, "a clock that runs backwards", lambda *a: _backwards(crashes, *a), list(enumerate(moments)))
-    battery.deadline = ends
+    until(0.95)
     study = StoppedStudies(crashes.folder, crashes.recipe.data[0])
     stops = [(number, numbers.random()) for number in range(_count(STUDIES, share))]
     _share(battery, folder, "a study stopped at a random moment", study.stop, stops)
+    until(0.98)
+    # From less than the log to about the size of a checkpoint's largest file.
+    limits = [(number, round(2 ** numbers.uniform(10, 17))) for number in range(_count(FULL_DISKS, share))]
+    _share(battery, folder, "no room left for a file", lambda *a: _without_room(crashes, *a), limits)
+    until(1.0)
+    moments = [numbers.uniform(0, crashes.seconds) for _ in range(_count(CLOCKS, share))]
+    _share(battery, folder, "a clock that runs backwards", lambda *a: _backwards(crashes, *a), list(enumerate(moments)))
 
 
 def _count(most: int, share: float) -> int:

@@ -15,7 +15,7 @@ from affine_attention.testing import MAX_ERROR_RATIO, Case, _repeats, error_rati
 
 from .tally import Battery
 
-CALLS, REFUSALS = 12_000, 400
+CALLS, REFUSALS = 8_000, 400
 
 
 def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> None:

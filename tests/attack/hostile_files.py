@@ -155,4 +155,7 @@ def _commands(folder: Path, precious: Path) -> Iterator[list[str]]:
         yield ["train", "--device", "cpu", "--out", str(folder / "run"), "--set", f"student_changes.{key}={value}"]
     yield ["study", "--mechanisms", "affine+learning_rate=1 ,affine+learning_rate=1_", "--plan"]
     yield ["train", "--set", "name=../../escaped", "--device", "cpu"]
+    yield ["train", "unknown\x1b[2J", "--unknown\u202e"]
+    yield ["report", str(precious), "-o", "no\nsuch\nfolder"]
+    yield ["study", "--seeds", ",".join(map(str, range(20_000))), "--plan"]
     yield ["train", *(part for n in range(5000) for part in ("--set", f"k{n}=1"))]

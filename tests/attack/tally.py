@@ -53,10 +53,16 @@ class Battery:
 
 
 def table(rows: list[Row]) -> str:
+    """One line for each kind of attack, one for each battery, and one for all."""
     lines = ["| battery | attack | tried | survived | fell short |", "| :--- | :--- | ---: | ---: | ---: |"]
-    for row in rows:
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
         counts = f"{row.tried:,} | {row.survived:,} | {len(row.failures):,}" if not row.skipped else "– | – | –"
         lines.append(f"| {row.battery} | {row.what}{f' ({row.skipped})' if row.skipped else ''} | {counts} |")
+        if following is None or following.battery != row.battery:
+            lines.append(_sum(f"**{row.battery}**", [other for other in rows if other.battery == row.battery]))
+    return "\n".join([*lines, _sum("all", rows)])
+
+
+def _sum(name: str, rows: list[Row]) -> str:
     tried, failed = sum(row.tried for row in rows), sum(len(row.failures) for row in rows)
-    lines.append(f"| all | | {tried:,} | {tried - failed:,} | {failed:,} |")
-    return "\n".join(lines)
+    return f"| {name} | | {tried:,} | {tried - failed:,} | {failed:,} |"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from . import browser, corruption, fuzz, hostile_files
 from .__main__ import BEGIN, END, PAGE
 from .tally import Battery, Row, table
 
+TESTS = Path(__file__).parent.parent
 SHARES = {"corruption": 0.1, "hostile files": 0.06, "fuzz": 0.02, "browser": 0.15}
 ATTACKS = {
     "corruption": corruption.attack,
@@ -40,7 +43,25 @@ def test_the_table_counts_and_names_what_fell_short():
     text = table(battery.rows)
     assert "| one | two | 3 | 1 | 2 |" in text
     assert "| one | three (no browser) | – | – | – |" in text
+    assert "| **one** | | 3 | 1 | 2 |" in text
     assert text.endswith("| all | | 3 | 1 | 2 |")
+
+
+def test_every_test_that_the_page_names_is_there():
+    text = PAGE.read_text(encoding="utf-8")
+    rows = text[text.index("## What was broken") : text.index("## What was tried")].splitlines()
+    named = [row.split(" | ")[-1] for row in rows if row.startswith("| ") and "`" in row]
+    assert len(named) > 40
+    for cell in named:
+        content = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            file, _, test = name.rpartition("::") if "::" in name else ("", "", name)
+            if name.endswith(".py"):
+                file, test = name, ""
+            if file:
+                (path,) = TESTS.glob(f"**/{file}")
+                content = path.read_text(encoding="utf-8")
+            assert f"def {test.partition('[')[0]}(" in content or not test, name
 
 
 def test_the_page_holds_the_table_with_nothing_fallen_short():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from affine_attention.cli import main
 from affine_attention.hf.loading import load_config, load_model, load_tokenizer_of
@@ -110,6 +111,8 @@ DAMAGES = {
     "text as width": change(hidden_size="wide"),
     "a negative vocabulary": change(vocab_size=-1),
     "another width": change(hidden_size=64),
+    "ten million layers": change(num_hidden_layers=10**7),
+    "a nested JSON of generation": lambda folder: (folder / "generation_config.json").write_bytes(b"[" * 100_000),
     "a truncated file": cut_weights,
     "a header that claims more": claim_more,
     "an empty file": lambda folder: (folder / "model.safetensors").write_bytes(b""),
@@ -126,6 +129,18 @@ def test_a_damaged_folder_is_one_sentence(damage, tmp_path):
         load_model(tmp_path, "student")
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+def test_names_of_weights_are_printed_without_control_characters(tmp_path, capfd, caplog):
+    plain_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"x\x1b[2J\u202eevil": torch.zeros(1)}, file, metadata={"format": "pt"})
+    (tmp_path / "text.txt").write_text("a b c\n\nd e f\n" * 200)
+    capfd.readouterr()
+    main(["inspect", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--device", "cpu"])
+    said = "".join(capfd.readouterr()) + caplog.text
+    assert "evil" in said
+    assert not set(said) & {"\x1b", "\u202e"}
 
 
 def test_a_whole_folder_loads(tmp_path):

@@ -26,6 +26,17 @@ def test_every_byte_of_a_folder_counts(tmp_path):
     assert fingerprint_source("somebody/model") is None
 
 
+def test_the_middle_of_a_large_file_of_weights_counts(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    content = bytearray(3 * 2**20)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    whole = fingerprint_folder(tmp_path)
+    content[len(content) // 2] = 1
+    file.write_bytes(content)
+    assert fingerprint_folder(tmp_path) != whole
+
+
 def test_every_value_of_a_model_counts():
     model = plain_model("llama")
     whole = fingerprint_model(model)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -151,3 +154,23 @@ def test_signatures_are_forgotten_rather_than_grow(monkeypatch):
         attention(x, x, x)
         assert len(api._runners) <= 3
     forget_plans()
+
+
+def test_the_first_traced_decode_finds_its_operator():
+    """In a process of its own, since an earlier test may have registered the operator. GPU tensors without a GPU."""
+    program = """
+import torch
+from torch._subclasses import FakeTensorMode
+from affine_attention.ops import api
+api.runs_on = lambda index: True
+with FakeTensorMode(), torch.no_grad():
+    query = torch.empty(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    key = torch.empty(1, 2, 100, 64, device="cuda", dtype=torch.bfloat16)
+    row = torch.empty(1, 4, 1, device="cuda")
+    mask = torch.ones(1, 100, device="cuda", dtype=torch.bool)
+    out = api._run_plain_in_graph(query, key, key, row, row, None, None, mask, True, None, True)
+print(tuple(out.shape))
+"""
+    pytest.importorskip("triton")
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == "(1, 4, 1, 64)", found.stderr[-2000:]

@@ -218,6 +218,65 @@ def test_a_huge_key_that_no_row_sees_does_not_reach_the_gradients(impl, dtype, k
     assert_all_close(with_gradients(tensors, impl, **visible), clean, tolerance, tolerance)
 
 
+def weighted_gradients(call, tensors, rows):
+    """The output of some rows, and the gradient of every tensor for a loss over these rows."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    out = call(leaves)
+    weight = torch.zeros_like(out)
+    weight[:, :, rows] = 1
+    grads = torch.autograd.grad(out, list(leaves.values()), weight)
+    return {"out": out.detach()[:, :, rows], **{f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+
+def without_a_look(kind, huge, device, impl, compiled, dtype=torch.float32):
+    """(result with a huge key and value, result without): where a call cannot look at its data first."""
+    visible, rows = hiding(kind)
+    visible = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in visible.items()}
+    tensors = {name: x.to(device) for name, x in every_input(dtype=dtype).items()}
+    tensors["query"] *= 10
+
+    def call(given):
+        return attention(**given, **visible, impl=impl)
+
+    clean = weighted_gradients(call, tensors, rows)
+    for name in ("key", "value"):
+        tensors[name][:, :, HIDDEN] = huge
+    torch._dynamo.reset()
+    run = torch.compile(call, fullgraph=True, backend="eager") if compiled else call  # traced, and quickly compiled
+    return weighted_gradients(run, tensors, rows), clean
+
+
+@pytest.mark.skipif(INTERPRETED, reason="composed on the CPU")
+@pytest.mark.parametrize("kind", ["causal+padding", "mask", "causal+window", "segments"])
+def test_a_huge_key_in_a_compiled_graph_does_not_reach_rows_that_do_not_see_it(kind):
+    assert_all_close(*without_a_look(kind, 1e38, "cpu", "composed", compiled=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("impl", ["composed", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_huge_key_on_a_gpu_does_not_reach_rows_that_do_not_see_it(kind, impl, dtype, compiled):
+    result, clean = without_a_look(kind, 1e38, "cuda", impl, compiled, dtype)
+    if impl == "auto" and kind not in ("padding", "causal+padding", "mask"):
+        clean = {"out": clean["out"]}  # some row sees the key; in the fused kernels its overflow reaches the gradients
+    tolerance = 1e-2 if dtype == torch.float32 else 0.1
+    assert_all_close(result, clean, tolerance, tolerance)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="composed on the CPU")
+def test_a_key_that_may_overflow_is_nan_in_the_rows_of_a_graph_that_see_it():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k: attention(q, k, k, is_causal=True), fullgraph=True, backend="aot_eager")
+    key = torch.randn(1, 2, 9, 8)
+    for size, rows in ((2.0**79, []), (2.0**81, [5, 6, 7, 8])):
+        key[0, 1, 5, 3] = size
+        assert compiled(torch.randn(1, 2, 9, 8), key).isnan().all(-1).nonzero().tolist() == [
+            [0, 1, row] for row in rows
+        ]
+
+
 # NaN queries
 
 

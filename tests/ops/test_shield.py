@@ -1,4 +1,4 @@
-"""NaN and infinity in keys and values that a query does not see never reach its output or its gradient."""
+"""NaN, infinity and overflow in keys and values that a query does not see never reach its output or its gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from affine_attention import attention
-from affine_attention.ops.shield import shield
+from affine_attention.ops.shield import largest_safe, shield
 from affine_attention.testing import Case, make_inputs, run
 
 BROKEN = 40
@@ -69,3 +69,13 @@ def test_clean_tensors_are_handed_through():
     assert shield(x, x)[0] is x
     x[0, 1, 2, 3] = 3e38  # large but finite
     assert shield(x, x)[2] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_largest_safe_key_overflows_no_score_and_infinity_is_above_it(dtype):
+    limit = torch.tensor(largest_safe(dtype), dtype=dtype)
+    assert limit.isfinite()
+    assert not torch.tensor(torch.inf, dtype=dtype) <= largest_safe(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    query = min(2.0**40, torch.finfo(dtype).max)
+    assert (limit.to(wide) * query * 128).isfinite()

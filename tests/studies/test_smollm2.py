@@ -22,7 +22,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "studies/smollm2").glob("*0m/*/
 def test_the_tables_of_the_docs_are_made_of_the_stored_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     report([Path(os.path.relpath(path)) for path in FOLDERS], tmp_path / "page.html", markdown=tmp_path / "tables.md")
-    kept = (ROOT / "docs/study.md").read_text(encoding="utf-8")
+    kept = (ROOT / "docs/study-tables.md").read_text(encoding="utf-8")
     begin, end = "<!-- report:begin -->", "<!-- report:end -->"
     inside = kept[kept.index(begin) : kept.index(end) + len(end)]
     assert inside == (tmp_path / "tables.md").read_text(encoding="utf-8").strip(), "run `make study-report`"

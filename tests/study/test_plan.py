@@ -44,6 +44,7 @@ def test_a_study_without_a_teacher_trains_one_on_the_same_data():
         ({"mechanisms": ("afine",)}, "did you mean 'affine'?"),
         ({"mechanisms": ("affine+momentun=0.5",)}, "no setting 'momentun'"),
         ({"mechanisms": ()}, "mechanisms must name at least one"),
+        ({"seeds": tuple(range(100_000))}, "at most 1,000 students"),
         ({"seeds": (1, 1)}, "seeds must differ, got 1 twice"),
         ({"recipe": "tiny"}, "recipe must be one of"),
         ({"settings": {"stepz": 3}}, "did you mean 'steps'?"),

@@ -81,7 +81,10 @@ def _rename(part: Path, target: Path) -> None:
     except OSError:
         if is_whole(target):
             return  # another process was faster, with the same content
-        shutil.rmtree(target)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:  # a file, a link or a pipe in its place
+            target.unlink()
         part.rename(target)
 
 

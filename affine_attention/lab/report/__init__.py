@@ -48,7 +48,7 @@ def report(
         raise IsADirectoryError(f"output must be a file, got the folder {output}; write {output / 'report.html'}")
     written = render(runs, title, unreadable)
     if markdown is not None:  # first, since it may refuse a file with words of its own
-        write_markdown(group_runs(runs), Path(markdown))
+        write_markdown(group_runs(runs), Path(markdown), unreadable)
     write_text(output, written)
     return output
 

@@ -19,8 +19,11 @@ BEGIN, END = "<!-- report:begin -->", "<!-- report:end -->"
 BOLD = ("best", "better", "worse")
 
 
-def markdown(groups: list[Group]) -> str:
-    """Every table of the report under its section's heading; without date, so that equal runs give equal text."""
+def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> str:
+    """Every table of the report under its section's heading; without date, so that equal runs give equal text.
+
+    What could not be read, `unreadable` runs and files of the others, comes first, as on the page.
+    """
     sections = [
         ("The paper’s claims", claim_tables(groups)),
         ("Differences to softmax", [tables.delta_table(groups)]),
@@ -30,15 +33,22 @@ def markdown(groups: list[Group]) -> str:
         ("What was run", [runs_table(groups), made_table(groups)]),
     ]
     parts = [f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections]
+    faults = [
+        f"{_inline(short(path))}: unreadable: {_inline(short(why, 400))}" for path, why in (unreadable or {}).items()
+    ]
+    for run in (run for group in groups for run in group.runs):
+        faults += [f"{_inline(short(run.name))}: {_inline(short(problem, 400))}" for problem in run.problems]
+    if faults:
+        parts.insert(0, "## What could not be read\n\n" + "\n".join(f"- {fault}" for fault in faults))
     return "\n\n".join(parts) + "\n"
 
 
-def write_markdown(groups: list[Group], path: Path) -> Path:
+def write_markdown(groups: list[Group], path: Path, unreadable: dict[str, str] | None = None) -> Path:
     """Writes the tables between two marks: a new file, or that part of a file which has the marks already."""
-    text = f"{BEGIN}\n\n{markdown(groups)}\n{END}"
+    text = f"{BEGIN}\n\n{markdown(groups, unreadable)}\n{END}"
     if path.is_dir():
         raise IsADirectoryError(f"markdown must be a file, got the folder {path}; write {path / 'report.md'}")
-    if path.is_file() and (before := path.read_text(encoding="utf-8")).strip():
+    if path.is_file() and (before := _words_of(path)).strip():
         if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
             raise ValueError(
                 f"{path} has words and not the marks {BEGIN} and {END} once each, between which the tables go; put the "
@@ -49,6 +59,13 @@ def write_markdown(groups: list[Group], path: Path) -> Path:
         written = text + "\n"
     write_text(path, written)
     return path
+
+
+def _words_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: byte {error.start} is not UTF-8; name a new file") from error
 
 
 def table_markdown(table: Table) -> str:

@@ -259,7 +259,7 @@ def keep_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
                 if path.is_file():
                     path.chmod(0o666 & ~_umask())  # safetensors' writer makes files that only their owner can read
                 sync(path)
-            if run.model.exists():
+            if run.model.is_dir():  # to remove a pipe in its place would wait for somebody who writes to it
                 shutil.rmtree(run.model)
             os.rename(beside, run.model)
             sync(run.path)

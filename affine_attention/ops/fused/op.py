@@ -158,7 +158,7 @@ def _plan_of_operator(arguments: tuple[Any, ...], needs_gradient: bool) -> tuple
         return plan, plan.prepared(list(arguments[:10]))
     call = _call(arguments[:10], *arguments[10:14])
     if plan is None:
-        _check(call)
+        check_call(call)
         if len(_operator_plans) >= MAX_PLANS:
             _operator_plans.clear()
         plan = _operator_plans[key] = plan_of(call, needs_gradient)
@@ -186,7 +186,7 @@ def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *ar
     return [grad for n, grad in enumerate(grads) if grad is not None and (n != 5 or wants_sink)]
 
 
-def _check(call: AttentionCall) -> None:
+def check_call(call: AttentionCall) -> None:
     """The checks of `attention` that a graph leaves to the operator."""
     check_query_key(call.query, call.key)
     check_value(call.value, call.query, call.key)
@@ -202,7 +202,7 @@ def _check(call: AttentionCall) -> None:
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     *settings, needs_gradient = arguments[10:]
     call = _call(arguments[:10], *settings)
-    _check(call)
+    check_call(call)
     query = call.query
     if not needs_gradient:
         return torch.empty_like(query), query.new_empty(0), query.new_empty(0), query.new_empty(0)

@@ -164,7 +164,12 @@ def _fits_hopper_forward(call: AttentionCall) -> bool:
     query = call.query
     if not (call.visibility.is_causal and call.softmax_scale > 0 and capability_of(query) in HOPPER):
         return False
-    return query.shape[-1] <= 64 or (query.shape[-1] <= 128 and query.numel() < CUDNN_FORWARD)
+    return fits_hopper_forward(query.shape[-1], query.numel())
+
+
+def fits_hopper_forward(dim: int, elements: int) -> bool:
+    """Whether the Hopper forward is the fastest for a causal call with this head dim and so many elements of query."""
+    return dim <= 64 or (dim <= 128 and elements < CUDNN_FORWARD)
 
 
 def why_not_hopper_backward(call: AttentionCall) -> str | None:
@@ -236,7 +241,7 @@ class Plan:
             return FlashForward(call, keeps_core=keeps_core)
         rows = call.rows
         keeps_marks = route.saves == "output" and (rows.alpha is not None or rows.beta is not None)
-        settings = {"keeps_core": keeps_core, "keeps_marks": keeps_marks, "shift": route.shift}
+        settings: dict[str, Any] = {"keeps_core": keeps_core, "keeps_marks": keeps_marks, "shift": route.shift}
         if route.forward == "hopper":
             from .hopper.forward import HopperForward
 
@@ -262,12 +267,12 @@ class Plan:
         if self.route.backward == "empty":
             return tuple(None if x is None else torch.zeros_like(x) for x in inputs[:7])
         if self.route.backward == "flash":
-            core = _aligned(core)
+            core = aligned(core)
         elif self.route.backward == "cudnn" and lse is None:
             lse = self.forward.state.views(state)[0].unsqueeze(3)
         backward = self._backwards.get((grad_out.stride(), wants_sink))
         if backward is None or grad_out.data_ptr() & 15:
-            grad_out = _aligned(grad_out)
+            grad_out = aligned(grad_out)
             kind = (grad_out.stride(), wants_sink)
             if kind not in self._backwards:
                 self._backwards[kind] = self._backward(grad_out, core, lse, wants_sink)
@@ -276,7 +281,7 @@ class Plan:
             return backward(grad_out, core, state, *inputs)
         return backward(grad_out, core, lse, state, *inputs[:7])
 
-    def _backward(self, grad_out: Tensor, core: Tensor, lse: Tensor | None, wants_sink: bool) -> Any:
+    def _backward(self, grad_out: Tensor, core: Tensor, lse: Tensor | None, wants_sink: bool, **projected: Any) -> Any:
         route, call, state = self.route, self.call, self.forward.state
         specs = (TensorSpec.of(grad_out), TensorSpec.of(core))
         of_lse = None if lse is None else TensorSpec.of(lse)
@@ -291,8 +296,8 @@ class Plan:
             halves = call.rows.gate is not None and call.query.shape[1] == call.key.shape[1]
             halves = halves and call.query.numel() >= LARGE
             return HopperBackward(
-                call, *specs, of_lse, state, shift=route.shift, halves=halves, wants_sink=wants_sink
-            )  # fmt: skip
+                call, *specs, of_lse, state, shift=route.shift, halves=halves, wants_sink=wants_sink, **projected
+            )
         from .cudnn.backward import CudnnBackward
 
         assert of_lse is not None, "cuDNN's backward reads cuDNN's lse"
@@ -332,5 +337,6 @@ def _addressable(x: Tensor) -> Tensor:
     return addressable(x)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy, as the kernels address it."""
     return x if _is_addressable(x) and x.data_ptr() & 15 == 0 else _addressable(x)

@@ -7,6 +7,7 @@ once and later go by address. A compiled graph contains two opaque operators in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .coefficients import check_arguments
 from .projection_kernels import NUM_WARPS, projection_backward_kernel, projection_kernel, projection_sum_kernel
 from .shared.allocation import Allocate, contiguous
 from .shared.launch import Launch, LaunchSet, Slot
-from .shared.workspace import Workspace
+from .shared.workspace import Arrays, Workspace
 
 PROGRAMS = 264  # CTAs of the backward, two for each SM of an H100: a constant, so that sums do not depend on the GPU
 MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
@@ -132,7 +133,8 @@ def _run_forward(
     key = (hidden.shape, weight.shape, hidden.dtype, device, has_beta, divisor, sigmoid, keeps_scores)
     plan = _plans.get(key)
     if plan is None:
-        launches = _forward_launches(hidden, weight, has_beta, divisor, sigmoid, keeps_scores)
+        spec = _spec_of(hidden, weight, has_beta, divisor, sigmoid)
+        launches = LaunchSet({"forward": [forward_launch(spec, *map(Slot, range(6)))]})
         plan = _keep(key, launches, _outputs(hidden, weight, has_beta, keeps_scores), hidden.device)
     inputs = [_addressable(hidden), _addressable(weight), _addressable(running_alpha)]
     return on_device(device, _launch_forward, plan, inputs, has_beta, keeps_scores, device)
@@ -167,7 +169,13 @@ def _run_backward(
     key = (hidden.shape, weight.shape, hidden.dtype, device, missing, divisor, sigmoid, *wants)
     plan = _plans.get(key)
     if plan is None:
-        launches = _backward_launches(hidden, weight, missing, divisor, sigmoid, wants)
+        spec = _spec_of(hidden, weight, grad_beta is not None, divisor, sigmoid)
+        arrays = spec.partial_arrays(wants)
+        partial = {name: Slot(9 + n) for n, name in enumerate(arrays)}
+        launches = LaunchSet(
+            {"backward": backward_launches(spec, wants, [Slot(n) for n in range(7)], partial, Slot(7), Slot(8))},
+            *([Workspace(arrays, hidden.device)] if arrays else []),
+        )
         plan = _keep(key, launches, _gradient_outputs(hidden, weight, *wants), hidden.device)
     inputs = [_addressable(x) for x in (hidden, weight, scores, token_mask, grad_alpha, grad_beta)]
     return on_device(device, _launch_backward, plan, inputs, wants, device)
@@ -209,54 +217,82 @@ def _keep(
     return plan
 
 
-def _forward_launches(
-    hidden: Tensor, weight: Tensor, has_beta: bool, divisor: int, sigmoid: bool, keeps_scores: bool
-) -> LaunchSet:
-    (batch, length, dim), heads = hidden.shape, weight.shape[0]
-    block_t, block_h, block_m = forward_tile(length, heads, dim, hidden.dtype)
-    slots = [Slot(n) for n in range(6)]
-    launch = _launch(
-        projection_kernel, (batch * _blocks(length, block_t),), *slots, length, float(divisor), heads, dim, block_t,
-        block_h, block_m, sigmoid, num_stages=4,
+class ProjectionSpec(NamedTuple):
+    """What the launches of a projection depend on beside its tensors, for all calls of one kind."""
+
+    shape: tuple[int, int, int]  # of hidden: B, T, M
+    heads: int
+    dtype: torch.dtype
+    has_beta: bool
+    divisor: int
+    sigmoid: bool
+
+    @property
+    def row_arrays(self) -> Arrays:
+        """alpha, beta where there is one, and the scores: what the forward leaves for the backward."""
+        batch, length, _ = self.shape
+        rows = ((batch, self.heads, length), torch.float32)
+        beta: Arrays = {"beta": rows} if self.has_beta else {}
+        return {"alpha": rows, **beta, "scores": ((batch, length, self.heads), self.dtype)}
+
+    def parts(self, wants: tuple[bool, bool, bool]) -> tuple[int, int]:
+        """(CTAs per chunk of M, chunks) of the backward."""
+        batch, length, dim = self.shape
+        block_t, _, block_m = backward_tile(length, self.heads, dim, self.dtype)
+        chunks = _blocks(dim, block_m) if wants[0] or wants[1] else 0
+        return _num_parts(batch * _blocks(length, block_t), chunks), chunks
+
+    def partial_arrays(self, wants: tuple[bool, bool, bool]) -> Arrays:
+        """What the first launch of the backward leaves for the second."""
+        parts, _ = self.parts(wants)
+        weight: Arrays = {"partial_weight": ((parts, self.heads, self.shape[2]), torch.float32)} if wants[1] else {}
+        sums: Arrays = {"partial_sums": ((parts, self.heads + 1), torch.float64)} if wants[2] else {}
+        return {**weight, **sums}
+
+
+def forward_launch(spec: ProjectionSpec, *slots: Slot | None) -> Launch:
+    """`slots` are hidden, weight, running_alpha, scores, alpha and beta."""
+    (batch, length, dim), heads = spec.shape, spec.heads
+    block_t, block_h, block_m = forward_tile(length, heads, dim, spec.dtype)
+    return _launch(
+        projection_kernel, (batch * _blocks(length, block_t),), *slots, length, float(spec.divisor), heads, dim,
+        block_t, block_h, block_m, spec.sigmoid, num_stages=4,
     )  # fmt: skip
-    return LaunchSet({"forward": [launch]})
 
 
-def _backward_launches(
-    hidden: Tensor, weight: Tensor, missing: tuple[bool, ...], divisor: int, sigmoid: bool, wants: tuple[bool, ...]
-) -> LaunchSet:
-    (batch, length, dim), heads = hidden.shape, weight.shape[0]
-    wants_hidden, wants_weight, wants_sums = wants
-    block_t, block_h, block_m = backward_tile(length, heads, dim, hidden.dtype)
-    blocks = batch * _blocks(length, block_t)
-    chunks = _blocks(dim, block_m) if wants_hidden or wants_weight else 0
-    parts = _num_parts(blocks, chunks)
-    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    if wants_weight:
-        arrays["weight"] = ((parts, heads, dim), torch.float32)
-    if wants_sums:
-        arrays["sums"] = ((parts, heads + 1), torch.float64)
-    partial = {name: Slot(9 + n) for n, name in enumerate(arrays)}
-    partial_weight, partial_sums = partial.get("weight"), partial.get("sums")
-    slots = [Slot(n) for n in range(7)]
+def backward_launches(
+    spec: ProjectionSpec, wants: tuple[bool, bool, bool], slots: Sequence[Slot | None], partial: dict[str, Slot],
+    grad_weight: Slot | None, grad_sums: Slot | None,
+) -> list[Launch]:  # fmt: skip
+    """`slots` are hidden, weight, scores, token_mask and the gradients of alpha, beta and hidden."""
+    (batch, length, dim), heads = spec.shape, spec.heads
+    _, wants_weight, wants_sums = wants
+    block_t, block_h, block_m = backward_tile(length, heads, dim, spec.dtype)
+    parts, chunks = spec.parts(wants)
+    partial_weight, partial_sums = partial.get("partial_weight"), partial.get("partial_sums")
     launches = [
         _launch(
             projection_backward_kernel, (parts, chunks + wants_sums), *slots, partial_weight, partial_sums, length,
-            blocks, float(divisor), heads, dim, chunks, block_t, block_h, block_m, sigmoid, num_stages=3,
+            batch * _blocks(length, block_t), float(spec.divisor), heads, dim, chunks, block_t, block_h, block_m,
+            spec.sigmoid, num_stages=3,
         )
     ]  # fmt: skip
-    if not arrays:
-        return LaunchSet({"backward": launches})
+    if not (wants_weight or wants_sums):
+        return launches
     block_p, block_w, block_s = min(64, 1 << (parts - 1).bit_length()), 64, 16
     weight_programs = _blocks(heads * dim, block_w) if wants_weight else 0
     programs = weight_programs + (_blocks(heads + 1, block_s) if wants_sums else 0)
     launches.append(
         _launch(
-            projection_sum_kernel, (programs,), partial_weight, partial_sums, Slot(7), Slot(8), parts, heads, dim,
+            projection_sum_kernel, (programs,), partial_weight, partial_sums, grad_weight, grad_sums, parts, heads, dim,
             weight_programs, block_p, block_w, block_s,
         )
     )  # fmt: skip
-    return LaunchSet({"backward": launches}, Workspace(arrays, hidden.device))
+    return launches
+
+
+def _spec_of(hidden: Tensor, weight: Tensor, has_beta: bool, divisor: int, sigmoid: bool) -> ProjectionSpec:
+    return ProjectionSpec(tuple(hidden.shape), weight.shape[0], hidden.dtype, has_beta, divisor, sigmoid)  # type: ignore[arg-type]
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Launch:

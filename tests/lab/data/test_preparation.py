@@ -222,3 +222,15 @@ def test_the_shared_corpus():
         assert corpus.stats["documents"] + corpus.stats["heldout_documents"] == 22
         assert corpus.vocabulary_size == 49152
         assert 50_000 < corpus.stats["tokens"] < 90_000
+
+
+def test_a_change_in_the_middle_of_a_streamed_file_is_another_corpus(tokenizer, tmp_path):
+    path = write_text(tmp_path / "large.txt", DOCUMENTS)
+    text = path.read_text()
+    text *= 3 * 2**20 // len(text)  # more than a megabyte from both ends to the middle
+    prints = []
+    for place in (None, 0, len(text) // 2, len(text) - 3):
+        path.write_text(text if place is None else text[:place] + "#" + text[place + 1 :])
+        corpus = prepared(path, tokenizer, tmp_path, streaming=True, heldout=0)
+        prints.append(corpus.fingerprint)
+    assert len(set(prints)) == 4

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +65,12 @@ def test_a_damaged_folder_is_written_again(tmp_path, damage):
     assert is_whole(cached(tmp_path, "key", write))
     assert TokenPart(folder, "train").ids.tolist() == np.concatenate(DOCUMENTS).tolist()
     assert names(tmp_path) == ["key"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch, lambda path: path.symlink_to("/nowhere")])
+def test_what_is_no_folder_is_replaced(tmp_path, make):
+    make(tmp_path / "key")
+    assert (cached(tmp_path, "key", lambda part: (part / "ids").write_bytes(b"1")) / "ids").read_bytes() == b"1"
 
 
 def test_an_error_leaves_nothing(tmp_path):

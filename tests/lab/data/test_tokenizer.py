@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tokenizers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -181,4 +182,23 @@ def test_a_long_document_trains_the_same_tokenizer_in_pieces(monkeypatch):
     text = "".join(f"some words of line {n % 7}\n" for n in range(300))
     whole = train_tokenizer([text], 300)
     monkeypatch.setattr(module, "BATCH_CHARACTERS", 500)
+    sizes = []
+
+    class Recording:
+        """The library's own type has no subclasses."""
+
+        def __init__(self, model):
+            self.__dict__["inner"] = Tokenizer(model)
+
+        def __setattr__(self, name, value):
+            setattr(self.inner, name, value)
+
+        def train_from_iterator(self, texts, trainer):
+            texts = list(texts)
+            sizes.extend(map(len, texts))
+            self.inner.train_from_iterator(texts, trainer)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Recording)
+    monkeypatch.setattr(module, "PreTrainedTokenizerFast", lambda tokenizer_object, **_: tokenizer_object.inner)
     assert train_tokenizer([text], 300).get_vocab() == whole.get_vocab()
+    assert max(sizes) <= 500, "the library needs about a hundred bytes for each character"

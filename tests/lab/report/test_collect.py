@@ -147,11 +147,23 @@ def test_numbers_and_grids_take_anything():
 def test_one_unreadable_run_does_not_stop_the_report(tmp_path):
     good, bad = make_run(tmp_path / "good", "softmax", steps=5), make_run(tmp_path / "bad", "affine", steps=5)
     (bad / "recipe.json").write_text("[" * 100_000)
-    page = report([good, bad], tmp_path / "page.html").read_text()
-    assert "unreadable" in page
-    assert "nested too deeply" in page
+    (good / "evaluation.json").write_text("{")
+    page = report([good, bad], tmp_path / "page.html", markdown=tmp_path / "page.md").read_text()
+    for text in (page, (tmp_path / "page.md").read_text()):
+        assert "unreadable" in text
+        assert "nested too deeply" in text
+        assert "evaluation.json" in text
     with pytest.raises(ValueError, match="nested too deeply"):
         report([bad], tmp_path / "page.html")
+
+
+def test_a_name_of_megabytes_is_unreadable(tmp_path):
+    good, bad = make_run(tmp_path / "good", "softmax", steps=5), make_run(tmp_path / "bad", "affine", steps=5)
+    recipe = json.loads((bad / "recipe.json").read_text())
+    (bad / "recipe.json").write_text(json.dumps(recipe | {"name": "n" * 20 * 2**20}))
+    page = report([good, bad], tmp_path / "page.html").read_text()
+    assert "must hold at most 1,048,576 bytes" in page
+    assert len(page) < 2**20
 
 
 def test_archives_that_expand_without_end_are_noted(tmp_path):

@@ -90,6 +90,11 @@ def test_hostile_names_are_text(tmp_path):
         assert len({len(row) for row in found}) <= 1, "no name breaks a row into more cells"
 
 
+def test_bare_addresses_and_formulas_of_a_name_are_text():
+    table = Table("k", "see https://x.y, www.x.y and $x$", "", [], [], missing="")
+    assert table_markdown(table).startswith("### see https\\://x.y, www\\.x.y and \\$x\\$")
+
+
 def test_a_new_file_has_the_marks_and_another_report_replaces_what_is_between(runs, tmp_path):
     groups = group_runs(runs)
     path = write_markdown(groups, tmp_path / "docs" / "study.md")
@@ -110,6 +115,13 @@ def test_a_file_without_the_marks_is_left_alone(runs, tmp_path, words):
         report([run.folder.path for run in runs], tmp_path / "r.html", markdown=path)
     assert path.read_text() == words
     assert not (tmp_path / "r.html").exists(), "nothing is written when something is refused"
+
+
+def test_a_file_that_is_no_text_is_named(runs, tmp_path):
+    path = tmp_path / "mine.md"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"mine\.md is no text"):
+        write_markdown(group_runs(runs), path)
 
 
 def test_a_folder_is_refused(runs, tmp_path):

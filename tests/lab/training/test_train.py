@@ -294,6 +294,17 @@ def test_strange_names_among_the_checkpoints_do_not_end_training(place, tmp_path
     assert {"step-1", "step-٣", "step-00000001x", "notes"} <= {path.name for path in run.checkpoints.iterdir()}
 
 
+def test_a_pipe_in_the_place_of_the_model_is_not_waited_for(place, tmp_path):
+    run = RunFolder(shutil.copytree(place.run(), tmp_path / "run"))
+    shutil.rmtree(run.model)
+    os.mkfifo(run.model)
+    with pytest.raises(OSError, match="the model could not be written"):
+        place.train(run.path, place.recipe())
+    run.model.unlink()
+    place.train(run.path, place.recipe())
+    assert differences(run.path, place.run()) == []
+
+
 def test_a_saved_model_has_ordinary_permissions(place):
     run = RunFolder(place.run())
     usual = run.recipe_file.stat().st_mode

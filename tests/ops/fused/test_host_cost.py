@@ -16,7 +16,7 @@ from affine_attention.ops import api
 from affine_attention.ops.call import AttentionCall, CallSpec
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused import op
+from affine_attention.ops.fused import op, projected
 from affine_attention.ops.fused import plan as planning
 from affine_attention.ops.fused.decode.attention import Decode
 from affine_attention.ops.fused.hopper import backward as hopper_backward
@@ -124,6 +124,47 @@ def test_a_small_call_takes_few_launches(monkeypatch, settings, forward, backwar
     found = plan._backward(given["query"], given["query"], None, False)
     # The Gluon kernel and the conversion of dQ are not made on a CPU.
     assert sum(map(len, found.launches.groups.values())) + 2 == backward
+
+
+def test_a_layer_takes_one_node_with_the_projection_among_its_launches(without_launches, monkeypatch):
+    """The training call of SmolLM2-135M's layers: 3 forward launches, 5 backward launches, few Python calls."""
+    monkeypatch.setattr(projected, "choose_route", lambda call, needs_gradient: Route(
+        "hopper", "hopper", "softmax output", "named by a test", shift=True))  # fmt: skip
+    batch, length, heads, groups, model_dim = 2, 2048, 9, 3, 576
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    query, key, value = (draw(batch, each, length, 64) for each in (heads, groups, groups))
+    hidden, weight, collected = (
+        draw(batch, length, model_dim),
+        draw(heads, model_dim),
+        draw(heads + 1, dtype=torch.float64),
+    )
+
+    def forward():
+        return projected.projected_attention(
+            query, key, value, None, None, hidden, weight, torch.zeros(heads), collected, None, 0.125, 2048, False
+        )
+
+    leaves = (query, key, value, hidden, weight, collected)
+    out = forward()
+    grad = torch.zeros_like(out)
+
+    def backward():
+        torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    backward()
+    (plan,) = projected._plans.values()
+    assert len(plan.forward.launches.groups["forward"]) == 3
+    (found,) = plan._backwards.values()
+    # The Gluon kernel and the conversion of dQ are not made on a CPU.
+    assert sum(map(len, found.launches.groups.values())) + 2 == 5
+    assert python_calls(forward) <= 14
+    xs = [torch.zeros(3, requires_grad=True) for _ in leaves]
+    y = sum(xs)
+    own = python_calls(lambda: torch.autograd.grad(y, xs, torch.ones_like(y), retain_graph=True))
+    assert python_calls(backward) - own <= 16
 
 
 @pytest.mark.parametrize(("keys", "launches"), [(144, 1), (512, 1), (640, 2)])

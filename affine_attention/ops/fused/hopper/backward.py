@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
+from ..projection import ProjectionSpec, backward_launches
 from ..shared import value_sums
 from ..shared.allocation import Allocate, contiguous, like
 from ..shared.descriptors import tile_descriptor
@@ -25,7 +26,7 @@ from ..shared.side_stream import START_CYCLES, SideStream
 from ..shared.tile_sizes import Config
 from ..shared.tiles import LOG2E
 from ..shared.value_sums import block_of, padded, warps_of
-from ..shared.workspace import Workspace
+from ..shared.workspace import Arrays, Workspace
 from . import recompute
 from .forward import slot_of, state_slots
 
@@ -40,6 +41,8 @@ ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
 # The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
 (GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
  NUM_TENSORS) = range(19)  # fmt: skip
+# With a projection, in the place of the last one.
+HIDDEN, WEIGHT, TOKEN_MASK, DHIDDEN, DWEIGHT, DSUMS, NUM_PROJECTED = range(NUM_TENSORS, NUM_TENSORS + 7)
 
 
 @functools.cache
@@ -70,6 +73,9 @@ class HopperBackward:
         state: the layout of the forward's state.
         shift: lse holds log(alpha) already (B7).
         halves: dQ is summed in two halves of the heads, to halve the memory of the sums.
+        wants_sink: the gradient of the sink is wanted.
+        projection: the state holds alpha and beta; their gradients go on to hidden states and W_a here.
+        wants: with a projection, which gradients are wanted: of hidden, of W_a, and the sums of alpha.
     """
 
     def __init__(
@@ -83,11 +89,13 @@ class HopperBackward:
         shift: bool,
         halves: bool,
         wants_sink: bool,
+        projection: ProjectionSpec | None = None,
+        wants: tuple[bool, bool, bool] = (False, False, False),
     ):
         query, key, _, (alpha, beta, sink, gate) = call[:4]
         sink = sink if wants_sink else None
         self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
-        self.state = state
+        self.state, self.projection, self.wants = state, projection, wants
         _, heads, length, dim = query.shape
         self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
         self.blocks = -(-length // self.block)
@@ -99,9 +107,12 @@ class HopperBackward:
         self.num_sink_parts = self.blocks + (recompute.num_parts(length) if self.has_marks else 0)
         self.workspace = Workspace(self._arrays(query, beta), query.device)
         self.allocators = self._allocators(core, sink)
-        first = NUM_TENSORS + len(state.arrays)
-        slots = {name: Slot(first + n) for n, name in enumerate(self.workspace.arrays)}
-        lse_slot, table, marks = state_slots(state, NUM_TENSORS)
+        num_tensors = NUM_TENSORS if projection is None else NUM_PROJECTED
+        slots = {name: Slot(num_tensors + n) for n, name in enumerate((*state.arrays, *self.workspace.arrays))}
+        lse_slot, table, marks = state_slots(state, num_tensors)
+        if projection is None:
+            given = {"alpha": ALPHA, "beta": BETA, "grad_alpha": DALPHA, "grad_beta": DBETA}
+            slots |= {name: Slot(at) for name, at in given.items()}
         if lse is not None:
             lse_slot = Slot(LSE)
         lse_strides = (heads * length, length, 1) if lse is None else tuple(lse.stride()[:3])
@@ -110,6 +121,13 @@ class HopperBackward:
         if beta is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self._later_shape(), slots["later"]))
         groups = {"prologue": prologue, "gradients": self._gradients(grad_out, core, slots)}
+        if projection is not None and any(wants):
+            wanted = [Slot(at) if want else None for at, want in zip((DHIDDEN, DWEIGHT, DSUMS), wants, strict=True)]
+            names = ("scores", None, "grad_alpha", "grad_beta")
+            rows = [Slot(TOKEN_MASK) if name is None else slots.get(name) for name in names]
+            groups["projection"] = backward_launches(
+                projection, wants, [Slot(HIDDEN), Slot(WEIGHT), *rows, wanted[0]], slots, wanted[1], wanted[2]
+            )
         if self.has_marks:
             groups["recompute"] = recompute.launches(
                 call, grad_out, lse_slot, lse_strides, marks, slots, num_sink_parts=self.num_sink_parts,
@@ -118,13 +136,24 @@ class HopperBackward:
         self.launches = LaunchSet(groups, state, self.workspace)
 
     def __call__(
-        self, grad_out: Tensor, core: Tensor, lse: Tensor | None, state: Tensor, *inputs: Tensor | None
+        self,
+        grad_out: Tensor,
+        core: Tensor,
+        lse: Tensor | None,
+        state: Tensor,
+        *inputs: Tensor | None,
+        projected: tuple[Tensor | None, ...] = (),
     ) -> tuple[Tensor | None, ...]:
-        # dQ, dK, dV, the gradients of alpha, beta and gate, E, and the parts of the sink's gradient.
+        """The gradients of query, key, value, alpha, beta, sink and gate.
+
+        With a projection, `projected` are hidden, weight and token_mask, and the gradients of hidden, W_a and the sums
+        of alpha follow; alpha and beta have none.
+        """
+        # dQ, dK, dV, the gradients of alpha, beta and gate, E, the parts of the sink's gradient, and of the projection.
         new = [None if allocate is None else allocate() for allocate in self.allocators]
         buffer = self.workspace.new()
-        values = self.launches.values((grad_out, core, *inputs, lse, *new), state, buffer)
-        *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts = new
+        values = self.launches.values((grad_out, core, *inputs, lse, *new[:8], *projected, *new[8:]), state, buffer)
+        *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts = new[:8]
         if self.has_marks:
             side = SideStream(grad_out.device)
             self.launches.run("recompute", values, self.device)
@@ -134,32 +163,47 @@ class HopperBackward:
         else:
             self.launches.run("prologue", values, self.device)
         self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, *inputs[:3], *grads)
+        if self.projection is not None and any(self.wants):
+            self.launches.run("projection", values, self.device)
         grad_sink = None if parts is None else parts.sum((0, 2)).to(inputs[5].dtype)  # type: ignore[union-attr]
-        return *grads, grad_alpha, grad_beta, grad_sink, grad_gate
+        return *grads, grad_alpha, grad_beta, grad_sink, grad_gate, *new[8:]
 
     def _allocators(self, core: TensorSpec, sink: TensorSpec | None) -> list[Allocate | None]:
         query, key, value, (alpha, beta, _, gate) = self.call[:4]
         rows = [None if x is None else contiguous(x.shape, x.dtype, x.device) for x in (alpha, beta)]
         parts = (*query.shape[:2], self.num_sink_parts)
+        projected: list[Allocate | None] = []
+        if self.projection is not None:
+            rows = [None, None]  # in the workspace
+            shape, heads, dtype = self.projection[:3]
+            outputs = ((shape, dtype), ((heads, shape[2]), dtype), ((heads + 1,), torch.float64))
+            projected = [
+                contiguous(*output, query.device) if want else None
+                for output, want in zip(outputs, self.wants, strict=True)
+            ]
         return [
             *(like(x) for x in (query, key, value)), *rows, None if gate is None else like(gate),
             like(core) if self.makes_grad_core else None,
-            None if sink is None else contiguous(parts, torch.float32, query.device),
+            None if sink is None else contiguous(parts, torch.float32, query.device), *projected,
         ]  # fmt: skip
 
     def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor | None) -> None:
         """Writes dQ, dK and dV. `tensors` are E, query, key, value and the three gradients, which the launches know."""
         self.launches.run("gradients", values, self.device)
 
-    def _arrays(self, query: TensorSpec, beta: TensorSpec | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _arrays(self, query: TensorSpec, beta: TensorSpec | None) -> Arrays:
         batch, heads, length, _ = query.shape
-        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        arrays: Arrays = {
             # -lse'/softmax_scale, -delta, beta, unused; T in whole units of what a descriptor can address.
             "row_numbers": ((batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT), torch.float32),
             "dq_sums": (self._sums_shape(batch, heads, length), torch.float32),
         }
         if beta is not None:
             arrays["later"] = (self._later_shape(), torch.float32)
+        if self.projection is not None:
+            rows = self.projection.row_arrays
+            arrays |= {f"grad_{name}": rows[name] for name in ("alpha", "beta") if name in rows}
+            arrays |= self.projection.partial_arrays(self.wants)
         if self.has_marks:
             arrays["listed"] = ((batch * heads, length), torch.int32)
             arrays["counts"] = ((batch * heads,), torch.int32)
@@ -188,8 +232,9 @@ class HopperBackward:
             prologue_kernel, (programs,),
             (
                 Slot(GRAD), Slot(CORE), lse, marks, Slot(VALUE), table,
-                slot_of(alpha, ALPHA), slot_of(beta, BETA), slot_of(sink, SINK), slot_of(gate, GATE),
-                Slot(GRAD_CORE) if self.makes_grad_core else None, slot_of(alpha, DALPHA), slot_of(beta, DBETA),
+                *(None if x is None else slots[name] for x, name in ((alpha, "alpha"), (beta, "beta"))),
+                slot_of(sink, SINK), slot_of(gate, GATE), Slot(GRAD_CORE) if self.makes_grad_core else None,
+                *(None if x is None else slots[name] for x, name in ((alpha, "grad_alpha"), (beta, "grad_beta"))),
                 slot_of(gate, DGATE), slot_of(sink, SINK_PARTS), None, slots.get("later"),
                 slots["row_numbers"], slots["dq_sums"],
                 *grad_out.stride()[:3], *core.stride()[:3], *lse_strides, *value.stride()[:3],

@@ -3,7 +3,8 @@
 Triton's own launcher inspects every argument of every call to find the compiled variant, and encodes every tensor
 descriptor in Python: 20 to 100 us of host time for the kernels here. A `Launch` is made once for a signature (kernel,
 grid, numbers, options). Its first call goes through Triton, which compiles the variant. Later calls pack the addresses
-into one buffer, in the layout that the driver reports for the function, and call cuLaunchKernelEx.
+into one buffer, in the layout that the driver reports for the function, and call cuLaunchKernelEx. Addresses that come
+a second time keep their buffer for the next time.
 
 A `Launch` belongs to one GPU: the function handle is valid in one context, so the keys under which launches are kept
 contain the device (plan.py). Where the driver's layout and Triton's signature disagree, Triton launches every time.
@@ -27,6 +28,7 @@ from .workspace import Workspace
 
 ALIGNMENT = 16  # bytes: Triton compiles apart for addresses at multiples of 16, and TMA requires them
 MAX_SINGLE_LAUNCHES = 4096  # kinds of launches outside of plans that are kept
+MAX_PACKED = 1024  # lists of addresses whose launches a LaunchSet keeps; one has 1 to 6 KiB
 MAX_DESCRIPTORS = 4096  # encoded descriptors of one argument that are kept; one has 176 bytes
 _MAX_ARGUMENT_BYTES = 4096  # CUDA's limit on the parameters of a kernel on every GPU so far
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I",
@@ -86,24 +88,36 @@ class Launch:
         if compiled is not None and not INTERPRETED:
             self.bound = _bind(compiled, self.arguments)
 
-    def by_address(self, bound: _Bound, addresses: Sequence[int], stream: int) -> None:
-        """Launches the bound variant with other addresses."""
+    def once(self, bound: _Bound, addresses: Sequence[int], stream: int) -> None:
+        """Launches with addresses that may not come back, from buffers of this thread."""
         arena = _arena
-        bound.layout.pack_into(
-            arena.arguments, 0,
-            *[
-                constant if slot is None else addresses[slot] if encode is None else encode(addresses[slot])
-                for slot, encode, constant in bound.values
-            ],
-        )  # fmt: skip
+        bound.layout.pack_into(arena.arguments, 0, *bound.arguments(addresses))
         arena.size.value = bound.layout.size
-        _CONFIG.pack_into(
-            arena.config, 0, *self.grid, bound.threads, 1, 1, bound.shared, stream, bound.attributes,
-            bound.num_attributes,
+        _CONFIG.pack_into(arena.config, 0, *self.grid, *bound.config(stream))
+        _check(bound.launch(arena.config_address, bound.function, None, arena.extra_address), bound.name)
+
+    def packed(self, bound: _Bound, addresses: Sequence[int], stream: int) -> Packed:
+        """The launch with addresses that come back, in buffers of its own."""
+        arguments, config = (ctypes.create_string_buffer(size) for size in (bound.layout.size, _CONFIG.size))
+        bound.layout.pack_into(arguments, 0, *bound.arguments(addresses))
+        _CONFIG.pack_into(config, 0, *self.grid, *bound.config(stream))
+        size = ctypes.c_size_t(bound.layout.size)
+        extra = _extra(arguments, size)
+        return Packed(
+            bound.launch, ctypes.addressof(config), bound.function, ctypes.addressof(extra), bound.name,
+            (arguments, config, size, extra),
         )  # fmt: skip
-        error = bound.launch(arena.config, bound.function, None, arena.extra)
-        if error:
-            raise RuntimeError(f"launching {bound.name} failed: {_describe(error)}")
+
+
+class Packed(NamedTuple):
+    """A launch with all of its arguments: what cuLaunchKernelEx takes."""
+
+    launch: Any  # cuLaunchKernelEx
+    config: int  # addresses, of CUlaunchConfig and of the argument buffer
+    function: int
+    extra: int
+    name: str
+    buffers: tuple[Any, ...]  # what the addresses point to
 
 
 class LaunchSet:
@@ -118,6 +132,8 @@ class LaunchSet:
     def __init__(self, groups: dict[str, list[Launch]], *workspaces: Workspace):
         self.groups, self.workspaces = groups, workspaces
         self._is_bound = False
+        self._packed: dict[tuple[Any, ...], list[Packed]] = {}
+        self._seen: set[tuple[Any, ...]] = set()  # addresses that came once at least
 
     def values(self, tensors: Sequence[Tensor | None], *buffers: Tensor) -> list[Any]:
         """What `run` takes: addresses once every launch is bound, tensors before."""
@@ -134,15 +150,38 @@ class LaunchSet:
 
     def run(self, group: str, values: list[Any], device: int) -> None:
         """Runs a group on the current stream of a device, which must be the current one."""
-        launches = self.groups[group]
         if self._is_bound and type(values[0]) is int:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            for launch in launches:
-                launch.by_address(launch.bound, values, stream)  # type: ignore[arg-type]
+            key = (group, torch._C._cuda_getCurrentRawStream(device), *values)
+            packed = self._packed.get(key) or self._pack(key)
+            if packed is None:
+                return
+            for launch, config, function, extra, name, _ in packed:
+                _check(launch(config, function, None, extra), name)
             return
+        launches = self.groups[group]
         for launch in launches:
             launch.by_triton(values)
         self._is_bound = all(launch.bound is not None for each in self.groups.values() for launch in each)
+
+    def _pack(self, key: tuple[Any, ...]) -> list[Packed] | None:
+        """The launches of a group with these addresses, to be kept; None where they come first and were launched here.
+
+        In a training loop the allocator returns the same addresses in every step. With other lengths in every step it
+        does not, and buffers that are never used again would cost more than they save.
+        """
+        group, stream, *addresses = key
+        if key not in self._seen:
+            if len(self._seen) >= MAX_PACKED:
+                self._seen.clear()
+            self._seen.add(key)
+            for launch in self.groups[group]:
+                launch.once(launch.bound, addresses, stream)  # type: ignore[arg-type]
+            return None
+        if len(self._packed) >= MAX_PACKED:
+            self._packed.clear()
+        packed = [launch.packed(launch.bound, addresses, stream) for launch in self.groups[group]]  # type: ignore[arg-type]
+        self._packed[key] = packed
+        return packed
 
 
 _single_launches: dict[tuple[Any, ...], LaunchSet] = {}
@@ -179,6 +218,17 @@ class _Bound(NamedTuple):
     num_attributes: int
     layout: struct.Struct
     values: list[tuple[int | None, Callable[[int], bytes] | None, bytes]]
+
+    def arguments(self, addresses: Sequence[int]) -> list[Any]:
+        """What goes into the argument buffer."""
+        return [
+            constant if slot is None else addresses[slot] if encode is None else encode(addresses[slot])
+            for slot, encode, constant in self.values
+        ]
+
+    def config(self, stream: int) -> tuple[int, ...]:
+        """CUlaunchConfig behind the grid."""
+        return self.threads, 1, 1, self.shared, stream, self.attributes, self.num_attributes
 
 
 def _filled(argument: Any, tensors: Sequence[Tensor | None]) -> Any:
@@ -330,11 +380,16 @@ class _Arena(threading.local):
         self.arguments = (ctypes.c_char * _MAX_ARGUMENT_BYTES)()
         self.config = (ctypes.c_char * _CONFIG.size)()
         self.size = ctypes.c_size_t(0)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END.
-        self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.arguments), 2, ctypes.addressof(self.size), 0)
+        self._extra = _extra(self.arguments, self.size)
+        self.config_address, self.extra_address = ctypes.addressof(self.config), ctypes.addressof(self._extra)
         self._room = (ctypes.c_char * 192)()
         # The driver requires a multiple of 64.
         self.tensor_map = ctypes.c_void_p((ctypes.addressof(self._room) + 63) // 64 * 64)
+
+
+def _extra(arguments: Any, size: Any) -> Any:
+    """CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END with their values."""
+    return (ctypes.c_void_p * 5)(1, ctypes.addressof(arguments), 2, ctypes.addressof(size), 0)
 
 
 _arena = _Arena()
@@ -357,6 +412,11 @@ def _early_launch() -> Any:
     attribute = (ctypes.c_char * 72)()
     struct.pack_into("<I4xI", attribute, 0, 6, 1)
     return attribute
+
+
+def _check(error: int, name: str) -> None:
+    if error:
+        raise RuntimeError(f"launching {name} failed: {_describe(error)}")
 
 
 def _describe(error: int) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .allocation import Allocate, contiguous
 
+Arrays = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype by name
 UNIT = 256  # bytes: every array starts at a multiple, which suits vector loads and TMA
 
 
@@ -20,7 +21,7 @@ class Workspace:
     torch.Size([2, 4, 10])
     """
 
-    def __init__(self, arrays: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device):
+    def __init__(self, arrays: Arrays, device: torch.device):
         self.arrays, self.device = arrays, device
         sizes = [_padded_bytes(shape, dtype) for shape, dtype in arrays.values()]
         self.offsets = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -40,7 +41,7 @@ class Workspace:
         return found
 
 
-def length_of(arrays: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+def length_of(arrays: Arrays) -> int:
     """The length of a buffer, in fp32 numbers: an operator of torch.library returns it as an ordinary tensor."""
     return sum(_padded_bytes(shape, dtype) for shape, dtype in arrays.values()) // 4
 

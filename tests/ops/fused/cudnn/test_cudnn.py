@@ -270,3 +270,17 @@ def test_kernels_compile(capability):
 @outside
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)
+
+
+@outside
+def test_a_compiled_graph_takes_cudnn_only_where_it_is_allowed_and_there(monkeypatch):
+    x = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
+    visibility = Visibility(1, 64, 64, x.device, is_causal=True)
+    call = AttentionCall.of(x, x, x, visibility=visibility, softmax_scale=0.125)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(planning, "_cudnn_takes", lambda *_: False)
+    assert "does not take" in (planning.why_not_cudnn(call) or "")
+    monkeypatch.setattr(planning, "_cudnn_takes", lambda *_: True)
+    assert planning.why_not_cudnn(call) is None
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert "disabled" in (planning.why_not_cudnn(call) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,6 +30,38 @@ def _tile_kernel(x_desc, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile = x_desc.load([0, 0, row, 0]).reshape(ROWS, COLUMNS)
     at = (row + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(y + at, tile * 2)
+
+
+class _OnGpu(NamedTuple):
+    """As much of a tensor as the key of a launch looks at."""
+
+    device: int
+    dtype: torch.dtype = torch.float32
+
+    def get_device(self):
+        return self.device
+
+    def data_ptr(self):
+        return 2**20
+
+
+def test_launches_of_two_gpus_are_kept_apart(monkeypatch):
+    launches = {}
+    monkeypatch.setattr(launching, "_single_launches", launches)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    kernel = Kernel()
+    for device in (0, 1, 0):
+        launching.launch_kernel(kernel, (1,), [_OnGpu(device)], (7,))
+    assert len(launches) == 2
+
+    from affine_attention.ops.fused.op import _kind
+
+    x = torch.empty(2, 2)
+    assert _kind(x) != _kind(x.to("meta")), "plans hold descriptors, and belong to one device"
 
 
 @needs_gpu
@@ -64,10 +97,36 @@ def test_descriptors_follow_the_address():
 def test_a_launch_that_fails_says_so():
     launch = Launch(_add_kernel, (1,), (Slot(0), Slot(1), (1, 7), 1.5, 100, None, 128))
     x = torch.zeros(128, device="cuda")
-    launch.by_triton((x, x))
-    broken = launch.bound._replace(shared=2**30)
+    run = LaunchSet({"add": [launch]})
+    run.run("add", [x, x], 0)
+    launch.bound = launch.bound._replace(shared=2**30)
     with pytest.raises(RuntimeError, match="launching _add_kernel failed: CUDA error"):
-        launch.by_address(broken, [x.data_ptr(), x.data_ptr()], 0)
+        run.run("add", run.values((x, x)), 0)
+
+
+def test_a_launch_is_packed_once_for_each_list_of_addresses(monkeypatch):
+    """With a driver that only records: equal addresses reuse the packed buffer, and the kept buffers are limited."""
+    seen = []
+    bound = launching._Bound(
+        "kernel", lambda *given: seen.append(given) or 0, 77, 128, 0, 0, 0, struct.Struct("<QQi"),
+        [(0, None, b""), (1, None, b""), (2, None, b"")],
+    )  # fmt: skip
+    launch = Launch(None, (3,), ())
+    launch.bound = bound
+    run = LaunchSet({"only": [launch]})
+    run._is_bound = True
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(launching, "MAX_PACKED", 2)
+    first, second, third = [16, 32, 1], [48, 32, 1], [64, 32, 1]
+    for addresses in (first, first, first, second, second, third, third):
+        run.run("only", addresses, 0)
+    assert len(seen) == 7
+    assert seen[1] == seen[2] != seen[0]  # from the second time on in a buffer of their own
+    assert seen[0] == seen[3] == seen[5]  # the first time in a buffer that all share
+    assert len(run._packed) == 1  # two, cleared for the third
+    (packed,) = next(iter(run._packed.values()))
+    assert struct.unpack("<QQi", bytes(packed.buffers[0])) == (64, 32, 1)
+    assert launching._CONFIG.unpack(bytes(packed.buffers[1]))[:8] == (3, 1, 1, 128, 1, 1, 0, 5)
 
 
 def test_the_buffer_is_laid_out_as_the_driver_says():

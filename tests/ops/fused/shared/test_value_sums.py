@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -42,3 +46,12 @@ def test_blocks_divide_the_tiles_of_the_forward():
 @outside
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)
+
+
+def test_a_scan_in_place_reads_its_tile_before_it_writes():
+    """Without the barrier one thread can overwrite what another has not read: `make sanitize` shows it on a GPU."""
+    kernels = [path.read_text() for path in Path(value_sums.__file__).parents[1].rglob("*.py")]
+    scans = [found for text in kernels for found in re.findall(r"tl\.store\(.*tl\.cumsum\(.* \+ carry", text)]
+    assert len(scans) == 1, "one copy of the scan"
+    source = inspect.getsource(value_sums.scan_kernel.fn)
+    assert source.index("tl.load(place") < source.index("tl.debug_barrier()") < source.index("tl.store(place")

@@ -1,0 +1,133 @@
+"""Checks a shell command of the documentation as cheaply as possible: runs it small, asks for its plan, or parses it.
+
+What is only parsed has a reason next to it. Every other command fails the test until it is added here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from affine_attention import cli
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+STORED = [str(ROOT / f"studies/smollm2/30m/{mechanism}-seed0") for mechanism in ("softmax", "affine")]
+# Commands of `affine` that are only parsed, because they need a trained model or a GPU.
+PARSED_ONLY = ("evaluate", "inspect", "tune")
+# Modules without options, which tests/test_docs.py and tests/studies run themselves.
+WITHOUT_OPTIONS = ("benchmarks.readme", "studies.smollm2.pictures", "studies.smollm2.details")
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Language and text of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a block, without comments and with continued lines joined."""
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    return [line for line in lines if shlex.split(line, comments=True)]
+
+
+def inline_commands(text: str) -> list[str]:
+    """Commands between backticks: they may leave out arguments."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", text)
+    return re.findall(r"`((?:make|affine|python -m|pip install|uv pip install) [^`]+)`", text)
+
+
+def check_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, whole: bool = True) -> None:
+    """Raises when a command of the docs cannot work. `whole=False`: only its program, subcommand and options exist."""
+    words = shlex.split(command, comments=True)
+    monkeypatch.chdir(folder)
+    match words:
+        case ["make", target, *_]:
+            done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        case ["pip", "install", *rest] | ["uv", "pip", "install", *rest]:
+            check_install(rest)
+        case ["uv", "venv", *_]:
+            pass  # uv is not part of the environment
+        case ["pre-commit", "install"]:
+            assert (ROOT / ".pre-commit-config.yaml").is_file()
+        case ["affine", *rest]:
+            check_affine(rest, monkeypatch) if whole else check_words(rest)
+        case ["torchrun" | "accelerate", *rest] if "-m" in rest:  # needs several devices: its training part is planned
+            at = rest.index("-m")
+            assert rest[at + 1] == "affine_attention"
+            check_affine(rest[at + 2 :], monkeypatch)
+        case ["python", "-m", module, *rest]:
+            check_module(module, rest if whole else None, monkeypatch)
+        case _:
+            raise AssertionError(f"no check for the command {command!r}; add one to tests/docs_commands.py")
+
+
+def check_install(words: list[str]) -> None:
+    if "--constraint" in words:
+        assert (ROOT / words[words.index("--constraint") + 1]).is_file()
+    (package,) = [word for word in words if not word.startswith("--") and word != "constraints.txt"]
+    name, _, extra = package.partition("[")
+    assert name in (".", PROJECT["name"])
+    assert not extra or extra.rstrip("]") in PROJECT["optional-dependencies"], package
+
+
+def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains and studies are planned, reports are made of stored runs; the rest is parsed."""
+    options = cli.build_parser().parse_args(words)
+    if options.command == "train" and "--dry-run" not in words:
+        words = [*words, "--dry-run"]
+    elif options.command == "study" and "--plan" not in words:
+        words = [*words, "--plan"]
+    elif options.command in ("report", "gradients"):
+        monkeypatch.setattr(sys, "argv", ["affine"])
+        words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
+        Path("docs").mkdir(exist_ok=True)
+    elif options.command == "cache":
+        words = [*words, "--cache", "cache"]
+    if options.command not in PARSED_ONLY:
+        assert cli.main(words) == 0
+
+
+def check_words(words: list[str]) -> None:
+    """A subcommand that exists, and options that it has."""
+    if words == ["--version"]:
+        return
+    commands: Any = next(a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert words[0] in commands.choices, words
+    known = commands.choices[words[0]]._option_string_actions
+    assert all(word in known for word in words if word.startswith("-")), words
+
+
+def check_module(module: str, words: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that exists; with `words`, its parser takes them. Nothing is measured or trained here."""
+    if module == "affine_attention":
+        return check_words(words or ["recipes"])
+    found = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
+    assert importlib.util.find_spec(found) is not None, f"no module {module}"
+    if words is None or module in WITHOUT_OPTIONS:
+        return None
+
+    class Parsed(Exception):
+        pass
+
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *given: Any) -> None:
+        parse(self, *given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    with pytest.raises(Parsed):
+        importlib.import_module(found).main()
+    return None
