@@ -1,4 +1,4 @@
-"""Measures what a loop sees, host time included: calls, training steps and generation beside plain SDPA in one run.
+"""Measures calls, training steps and generation with the host's time included, against plain SDPA in one run.
 
     python -m benchmarks.loop --write                          # all sections but `profile`
     python -m benchmarks.loop --only host device --quick       # some sections, few rounds

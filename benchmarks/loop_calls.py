@@ -1,4 +1,4 @@
-"""Sections `host`, `device` and `counts`: one call of attention beside F.scaled_dot_product_attention."""
+"""Sections `host`, `device` and `counts`: one call of attention against F.scaled_dot_product_attention."""
 
 from __future__ import annotations
 

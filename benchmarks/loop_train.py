@@ -1,4 +1,4 @@
-"""Sections `train` and `commit`: training steps of a transformers model beside the same model on plain SDPA."""
+"""Sections `train` and `commit`: training steps of a transformers model against the same model on plain SDPA."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The attention function and the hooks through which an attached model calls the operator.
 
-A call of an attached model runs: `note_call` (before the decoder: are these packed documents? are weights wanted?),
-then for each layer `note_hidden` (before the attention module: keep what feeds q_proj) and `affine_attention`, in the
-place of transformers' own attention function, after the cache has been updated. What is the same for all layers is
-computed by the first that needs it and kept in the `ForwardCall` of the forward.
+A call of an attached model runs `note_call` before the decoder, which finds packed documents and requests for weights.
+For each layer it then runs `note_hidden` before the attention module, which passes on the input of q_proj, and
+`affine_attention` instead of transformers' own attention function, after the cache has been updated. What is the same
+for all layers is computed by the first layer and kept in the `ForwardCall` of the forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_READINGS = 8  # of masks in one forward: a dense mask that is copied to each
 
 
 class WeightsNotice(UserWarning):
-    """output_attentions=True was asked of an attached model."""
+    """An attached model was called with output_attentions=True."""
 
 
 class Reading(NamedTuple):
@@ -78,7 +78,7 @@ class ForwardCall:
         if found is None:
             if len(self._readings) >= MAX_READINGS:
                 self._readings.clear()
-            # The objects are kept beside their ids, which Python would otherwise reuse.
+            # Keeps the objects alive, because Python would otherwise reuse their ids.
             found = read_call(layer, mask, query, key, is_causal, segments), owners
             self._readings[name] = found
         return found[0]
@@ -209,7 +209,7 @@ def take_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before a decoder: tells its layers whether position_ids pack documents and whether weights are wanted.
+    """Before a decoder: passes on to its layers whether position_ids pack documents and whether weights are wanted.
 
     Only position_ids that the caller passes can pack documents, and the decoder cannot tell them from those that it
     makes itself while it is traced. So this is asked here, and plain causal training needs no mask, compiled or not.
@@ -248,7 +248,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def check_implementation(config: Any) -> None:
-    """Raises where attention was switched away from an attached model, which would silently run plain softmax."""
+    """Raises where the attention implementation of an attached model was changed: plain softmax would run silently."""
     if config._attn_implementation not in OPERATOR_IMPL:
         raise ValueError(_unknown_implementation(config._attn_implementation))
 

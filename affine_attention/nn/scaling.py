@@ -38,7 +38,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _CollectAlpha(torch.autograd.Function):
-    """The identity on alpha [B, T, H]; its backward gives `collected` the sums of alpha and the number of tokens."""
+    """The identity on alpha [B, T, H]. Its backward returns sums of alpha and a number of tokens for `collected`."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, token_mask: Tensor | None, collected: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _can_fuse(scores: Tensor) -> bool:
 def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
     """True where one Triton kernel replaces the projection and the formula, in compiled graphs too.
 
-    The module is not called then, so it must be a linear layer that nobody has wrapped, hooked or converted.
+    The module is not called then, so it must be a linear layer without a wrapper, hooks or a conversion.
     """
     if type(proj) is not nn.Linear or not _is_served(hidden):
         return False
@@ -283,7 +283,7 @@ class AffineScale(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest):
-        """A checkpoint without running_alpha is an error even where other missing keys are let pass."""
+        """A checkpoint without running_alpha is an error even where other missing keys are accepted."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         key = f"{prefix}running_alpha"
         if self.mechanism.bias and key not in state_dict and f"{prefix}proj.weight" in state_dict:

@@ -275,7 +275,7 @@ def _runner_of(call: AttentionCall, impl: str) -> Runner:
         settings, device = _forget(call), _autocast_device(call.query)
 
         def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
-            # The dtypes are settled: autocast must not lower the operations inside once more.
+            # The inputs already have autocast's dtype: it must not lower the operations inside again.
             with torch.autocast(device, enabled=False):
                 return compute(_same_call(settings, tensors, segment_ids))
 
@@ -349,7 +349,7 @@ def _run_plain_in_graph(
 def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
     """Serves a call while a compiler traces it: decides between implementations, and leaves the route to the operator.
 
-    The operator chooses its route when it runs, where the GPU can be asked.
+    The operator chooses its route at run time, when the properties of the GPU are known.
     """
     refusal = "asked for by name" if impl in ("reference", "composed") else why_not_fused(call)
     if refusal is not None:

@@ -18,7 +18,7 @@ from ..visibility import Visibility
 from . import on_device
 from .plan import Plan, Route, choose_route, inputs_of
 
-MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
+MAX_PLANS = 4096  # signatures to keep: evaluation has many lengths
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 

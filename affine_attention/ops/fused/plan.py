@@ -1,4 +1,4 @@
-"""Decides once how a kind of call is served on a GPU: the route, and the launches that are prepared for it.
+"""Decides once per signature how a call runs on a GPU: the route, and its prepared launches.
 
 Rules, in this order (docs/kernels.md has the measurements):
 - decode: up to 16 queries and no gradient, against more keys than queries;
@@ -24,7 +24,7 @@ from . import HAS_TRITON, INTERPRETED, MIN_CAPABILITY, capability_of
 CUDNN_CAPABILITY, HOPPER = 90, range(90, 100)
 MAX_HEAD_DIM, MAX_DECODED_QUERIES = 256, 16
 HALF, SERVED = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
-# Elements of query from which a call keeps its output in the place of O. Below, O costs at most 64 MiB, and its
+# Elements of query from which a call saves its output instead of O. Below, O costs at most 64 MiB, and its
 # recomputation in the backward would take two more launches and a second stream. 0: every call, for tests.
 LARGE = 2**25
 # Elements of query from which cuDNN's forward is faster than ours at head dims above 64.
@@ -33,7 +33,7 @@ CUDNN_FORWARD = 2**23
 
 @dataclass(frozen=True)
 class Route:
-    """How one kind of call is served; `explain` describes it."""
+    """How the calls of one signature run; `explain` describes it."""
 
     forward: str  # "empty", "sdpa", "decode", "hopper", "cudnn" or "flash"
     backward: str | None  # "empty", "sdpa", "hopper", "cudnn" or "flash"; None: no gradient is needed
@@ -109,7 +109,7 @@ def why_not_plain(call: AttentionCall) -> str | None:
 
 
 def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
-    """The route of a call that `why_not_fused` lets pass."""
+    """The route of a call for which `why_not_fused` returns None."""
     seen = call.visibility
     if 0 in call.query.shape or 0 in call.key.shape:
         return Route("empty", "empty" if needs_gradient else None, "output", "no query or no key: zeros")
@@ -153,7 +153,7 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if needs_gradient:
         drops_core = backward == "hopper" and gate is None and call.query.numel() >= LARGE
         saves = "softmax output" if has_rows and not drops_core else "output"
-    # B8 needs lse as it is; so does a backward that knows alpha's sign by its gradient.
+    # B8 needs lse without log(alpha), and so does a backward that must handle a negative alpha.
     shift = needs_gradient and alpha is not None and gate is None and call.nonnegative_alpha
     shift = shift and saves == "softmax output"
     kind = "causal" if call.visibility.is_causal else "full"

@@ -91,7 +91,7 @@ def projected_attention(
 
 
 class ProjectedPlan(Plan):
-    """The launches of one kind of call. `inputs` are query, key, value, sink, gate, hidden, weight, running_alpha."""
+    """The launches of one signature. `inputs` are query, key, value, sink, gate, hidden, weight, running_alpha."""
 
     def __init__(self, inputs: tuple[Tensor | None, ...], softmax_scale: float, divisor: int, sigmoid: bool):
         call = _call_of(inputs, softmax_scale)

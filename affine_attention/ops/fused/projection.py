@@ -22,11 +22,11 @@ from .shared.launch import Launch, LaunchSet, Slot
 from .shared.workspace import Arrays, Workspace
 
 PROGRAMS = 264  # CTAs of the backward, two for each SM of an H100: a constant, so that sums do not depend on the GPU
-MAX_PLANS = 4096  # kinds of calls to keep: evaluation has many lengths
+MAX_PLANS = 4096  # signatures to keep: evaluation has many lengths
 
 
 class _Plan(NamedTuple):
-    """The launches of one kind of call, and its outputs."""
+    """The launches of one signature, and the allocators of its outputs."""
 
     launches: LaunchSet
     outputs: list[Allocate]
@@ -218,7 +218,7 @@ def _keep(
 
 
 class ProjectionSpec(NamedTuple):
-    """What the launches of a projection depend on beside its tensors, for all calls of one kind."""
+    """What the launches of a projection depend on apart from the addresses of its tensors."""
 
     shape: tuple[int, int, int]  # of hidden: B, T, M
     heads: int

@@ -26,8 +26,8 @@ from torch import Tensor
 from .. import INTERPRETED
 from .workspace import Workspace
 
-ALIGNMENT = 16  # bytes: Triton compiles apart for addresses at multiples of 16, and TMA requires them
-MAX_SINGLE_LAUNCHES = 4096  # kinds of launches outside of plans that are kept
+ALIGNMENT = 16  # bytes: Triton compiles a variant for addresses at multiples of 16, and TMA requires them
+MAX_SINGLE_LAUNCHES = 4096  # launches outside of plans that are kept
 MAX_PACKED = 1024  # lists of addresses whose launches a LaunchSet keeps; one has 1 to 6 KiB
 MAX_DESCRIPTORS = 4096  # encoded descriptors of one argument that are kept; one has 176 bytes
 _MAX_ARGUMENT_BYTES = 4096  # CUDA's limit on the parameters of a kernel on every GPU so far
@@ -232,7 +232,7 @@ class _Bound(NamedTuple):
 
 
 def _filled(argument: Any, tensors: Sequence[Tensor | None]) -> Any:
-    """An argument with tensors and descriptors in the place of slots, inside tuples too."""
+    """An argument with its slots replaced by tensors and descriptors, inside tuples too."""
     if isinstance(argument, Slot):
         tensor = tensors[argument.index]
         return tensor if tensor is None or argument.descriptor is None else argument.descriptor.of(tensor)
@@ -297,7 +297,7 @@ class _Field(NamedTuple):
 
 
 def _fields(signature: Any, arguments: tuple[Any, ...], descriptor_metas: list[Any]) -> list[_Field] | None:
-    """The parameters of a compiled function, in its order; None where a type is not known here."""
+    """The parameters of a compiled function, in its order; None for an unknown type."""
     fields: list[_Field] = []
     for kind, argument in zip(signature, arguments, strict=True):
         if isinstance(kind, tuple):
@@ -360,7 +360,7 @@ def _encoder(descriptor: Descriptor, meta: dict[str, Any]) -> Callable[[int], by
 
 @functools.lru_cache(maxsize=4096)
 def _parameter_layout(function: int) -> list[tuple[int, int]] | None:
-    """(offset, bytes) of every parameter of a function, as the driver knows them; None where it cannot tell."""
+    """(offset, bytes) of every parameter of a function, as the driver reports them; None where it does not."""
     driver = _driver()
     if not hasattr(driver, "cuFuncGetParamInfo"):
         return None
