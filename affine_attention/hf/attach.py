@@ -140,7 +140,7 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
                 part._is_hf_initialized = True
     for decoder in find_decoders(model, sites):
         decoder.register_forward_pre_hook(note_call, with_kwargs=True)
-    model.register_state_dict_pre_hook(note_part)
+    model.register_state_dict_pre_hook(note_part)  # type: ignore[no-untyped-call]
 
 
 def note_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -104,7 +104,7 @@ def make_weight(real: Tensor) -> Tensor:
 
 def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
     assert ours.keys() == theirs.keys()
-    # A gradient of rounding alone (a key bias changes no softmax) is measured beside the largest.
+    # A gradient of rounding alone (a key bias changes no softmax) is measured against the largest.
     floor = 1e-3 * max(float(gradient.abs().max()) for gradient in theirs.values())
     for name, gradient in theirs.items():
         error = float((ours[name] - gradient).abs().max()) / max(float(gradient.abs().max()), floor)
