@@ -166,8 +166,6 @@ def test_packed_documents_of_recurrent_models_equal_eager(family):
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("cache", [None, "dynamic", "static", "no cache"])
 def test_generation(family, cache):
-    if cache == "static" and family == "hrm_text":
-        pytest.skip("its own eager attention fails with a static cache")
     plain, fast = pair(family)
     tokens = make_tokens(2, 9)
     mask = torch.ones_like(tokens)
