@@ -1,4 +1,4 @@
-"""Prints how far the operator is from fp64, as a multiple of plain PyTorch's distance in the same dtype.
+"""Prints the error of the operator against fp64, as a multiple of plain PyTorch's error in the same dtype.
 
 make accuracy                                                # on this machine's CPU
 python -m benchmarks.accuracy --device cuda --workers 8      # on a GPU
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000, help="number of cases of the grid (default 1000)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--impl", default="auto", help="implementation to measure (default: auto)")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share the work (default 1)")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
     options = parser.parse_args()
 
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -35,7 +35,7 @@ def main() -> None:
     if options.workers == 1:
         results = [measure(case) for case in cases]
     else:
-        # On a GPU most of the time goes into compiling kernels, which a process does one after the other.
+        # On a GPU most of the time is spent compiling kernels, which one process does sequentially.
         with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
             results = pool.map(measure, cases, chunksize=1)
     for case, found in zip(cases, results, strict=True):
@@ -47,7 +47,7 @@ def main() -> None:
     everything = [ratio for each in ratios.values() for ratio in each]
     rows = [[dtype, name, *quantiles(each)] for (dtype, name), each in sorted(ratios.items())]
     rows.append(["all", "all", *quantiles(everything)])
-    twice = ", each also as if it were large, where other kernels run" if options.device == "cuda" else ""
+    twice = ", each also run with the kernels of large calls" if options.device == "cuda" else ""
     lines = [
         f"{len(cases)} cases of the grid in `affine_attention.testing` (mechanisms, dtypes, lengths, head dims, "
         f'grouped heads, visibilities, layouts), impl="{options.impl}"{twice}. A ratio is the error of a tensor '
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def ratios_of(case: Case, impl: str) -> list[tuple[str, float]]:
-    """Of every tensor of a case; on a GPU twice, since calls of many elements have kernels of their own."""
+    """The ratios of every tensor of a case; on a GPU also with the kernels of large calls."""
     found = list(error_ratios(case, impl).items())
     if case.device == "cuda":
         with mock.patch("affine_attention.ops.fused.plan.LARGE", 0):

@@ -1,10 +1,10 @@
-"""Prints what the mechanisms cost compared with plain attention, on this machine's CPU or GPU.
+"""Compares the time and memory of the mechanisms with plain attention, on this machine's CPU or GPU.
 
-    make benchmark                                    # GPU if there is one, else CPU
+    make benchmark                                    # on a GPU if available, otherwise on the CPU
     python -m benchmarks.attention --device cpu --rounds 9
 
-Every column is a function of the same inputs in the same run, taken in turns; times are medians and ratios are to the
-fastest plain SDPA backend. Plain attention means `F.scaled_dot_product_attention` with the same grouped heads.
+All functions run on the same inputs in the same process, interleaved; times are medians, and ratios are to the fastest
+plain SDPA backend. Plain attention is `F.scaled_dot_product_attention` with the same grouped heads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of a causal forward; forward and backward together are 3.5 times that."""
+        """FLOPs of a causal forward; forward and backward together have 3.5 times as many."""
         return 2.0 * self.batch * self.heads * self.length**2 * self.dim
 
 
@@ -62,7 +62,7 @@ NAIVE_LIMIT = {"cpu": 1e9, "cuda": 3e10}  # bytes of T x S weights beyond which 
 
 
 class Bench:
-    """The inputs of one shape and the functions that are compared on it."""
+    """The inputs of one shape and the functions to compare."""
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype):
         self.shape, self.device, self.dtype = shape, device, dtype
@@ -85,7 +85,7 @@ class Bench:
         self.grad_out = torch.randn(*rows, shape.dim, **like)
 
     def of(self, mechanism: str) -> dict[str, Tensor]:
-        """The tensors that a mechanism has."""
+        """The input tensors of a mechanism."""
         chosen = Mechanism.named(mechanism)
         has = {"alpha": chosen.has_alpha, "beta": chosen.bias, "sink": chosen.sink is not None, "gate": chosen.gate}
         return {name: x for name, x in self.tensors.items() if has.get(name, True)}
@@ -100,7 +100,7 @@ class Bench:
         return call
 
     def ours(self, mechanism: str) -> Callable[[], Tensor]:
-        """As the layers call it: their alpha is never negative, and they say so."""
+        """The call of the layers, which promise that alpha is not negative."""
         given = self.of(mechanism)
         return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
 
@@ -109,12 +109,12 @@ class Bench:
         return lambda: attention(**given, is_causal=True)
 
     def ours_zero_alpha(self) -> Callable[[], Tensor]:
-        """The worst case of a backward for which no softmax output is kept: of it, the output now holds nothing."""
+        """The worst case for a backward without a saved O: with alpha = 0 it must be recomputed for every row."""
         given = {**self.of("affine"), "alpha": self.zero_alpha}
         return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
 
     def ours_deterministic(self) -> Callable[[], Tensor]:
-        """Under torch.use_deterministic_algorithms the Triton kernels serve the call, forward and backward."""
+        """Under torch.use_deterministic_algorithms the Triton kernels run forward and backward."""
         given = self.of("affine")
 
         def call() -> Tensor:
@@ -127,7 +127,7 @@ class Bench:
         return call
 
     def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
-        """The paper's formula as written, with its T x S weights; None where they would not fit."""
+        """The paper's formula as written, with T x S weights; None if they would not fit into memory."""
         shape, item = self.shape, self.tensors["query"].element_size()
         if shape.batch * shape.heads * shape.length**2 * item > NAIVE_LIMIT[self.device]:
             return None
@@ -135,12 +135,12 @@ class Bench:
         return lambda: naive_attention(given, {"is_causal": True})
 
     def rivals(self) -> dict[str, Callable[[], Tensor]]:
-        """Other ways to compute affine attention on a GPU with what PyTorch has, compiled."""
+        """Alternatives for affine attention on a GPU, built from PyTorch functions and compiled."""
         if self.device != "cuda":
             return {}
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        torch._dynamo.reset()  # else dynamo's recompile limit lets later shapes silently run uncompiled
+        torch._dynamo.reset()  # otherwise later shapes exceed dynamo's recompile limit and silently run uncompiled
         given = self.of("affine")
         query, key, value, alpha, beta = (given[name] for name in ("query", "key", "value", "alpha", "beta"))
         repeats = self.shape.heads // self.shape.groups
@@ -236,7 +236,7 @@ def measure(
 
 
 def fits(function: Callable[[], object]) -> bool:
-    """Whether a call finds the memory it needs; the others of the shape are measured in any case."""
+    """False if a call runs out of memory."""
     try:
         function()
     except torch.OutOfMemoryError:
@@ -248,11 +248,11 @@ def fits(function: Callable[[], object]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=None, help="turns that each function takes (CPU 5, GPU 60)")
+    parser.add_argument("--rounds", type=int, default=None, help="measurements per function (CPU 5, GPU 60)")
     parser.add_argument("--shapes", nargs="*", default=None, metavar="NAME", help="only these shapes")
-    parser.add_argument("--name", default="attention", help="what the file of results is called (default: attention)")
-    parser.add_argument("--no-naive", action="store_true", help="leave out the paper's formula as written")
-    parser.add_argument("--no-rivals", action="store_true", help="leave out the compiled rivals (they take minutes)")
+    parser.add_argument("--name", default="attention", help="name of the results file (default: attention)")
+    parser.add_argument("--no-naive", action="store_true", help="skip the paper's formula as written")
+    parser.add_argument("--no-rivals", action="store_true", help="skip the compiled alternatives (they take minutes)")
     options = parser.parse_args()
     shapes = CPU_SHAPES if options.device == "cpu" else CUDA_SHAPES
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
@@ -264,14 +264,14 @@ def main() -> None:
     for shape in chosen:
         rows += measure(shape, options.device, dtype, rounds, not options.no_rivals, not options.no_naive)
         lines = [
-            f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} turns. TFLOP/s counts 2 B H T² D for a "
-            "forward and 3.5 times that with the backward. Peak memory is that of forward and backward beyond the "
-            "inputs, kept memory what a forward leaves for its backward, output included. Ratios are to the best plain "
-            "SDPA backend of the same run.",
+            f"Causal, {str(dtype).removeprefix('torch.')}, medians of {rounds} rounds. TFLOP/s counts 2 B H T² D for a "
+            "forward and 3.5 times as many with the backward. Peak memory is that of forward and backward without the "
+            "inputs; kept memory is held between forward and backward, including the output. Ratios are to the best "
+            "plain SDPA backend of the same run.",
             "",
             *table(columns, rows),
         ]
-        # Written after each shape: a long run that is cut short keeps what it has.
+        # Write after each shape, so that an interrupted run keeps its results.
         title = "Attention: time and memory compared with plain SDPA"
         write(options.name, options.device, title, lines, echo=shape is chosen[-1])
 

@@ -1,10 +1,10 @@
-"""Prints how fast one decoding step reads its cache, as a share of a measured copy, on a CUDA GPU.
+"""Measures the bandwidth at which a decoding step reads its cache, relative to a device copy, on a CUDA GPU.
 
     python -m benchmarks.decode
 
-A step reads every key and value once: bytes of the cache over the time of a step, compared with bytes read plus written
-over the time of a large device copy in the same run. Steps are replayed as CUDA graphs, as in a server; "eager" is the
-same call without a graph.
+A step reads every key and value once, so its bandwidth is the size of the cache divided by the time of a step. It is
+compared with the bytes read plus written per second by a large device copy in the same run. Steps are replayed as CUDA
+graphs, as in an inference engine; "eager" is the same call without a graph.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def functions_of(shape: Shape) -> dict[str, Callable[[], object]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        # The graph holds addresses only: the step, and with it the tensors, must live as long.
+        # A graph only holds addresses: keep the step, and with it the tensors, alive.
         graphs[name] = lambda graph=graph, step=step: graph.replay()
     graphs["affine, eager"] = steps["affine"]
     if shape.queries == 1:
@@ -87,7 +87,7 @@ def functions_of(shape: Shape) -> dict[str, Callable[[], object]]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read plus written in a second by a copy of 1 GiB on the device."""
+    """Bytes read plus written per second by a device copy of 1 GiB."""
     source = torch.randint(0, 100, (2**30,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / median_seconds({"copy": lambda: target.copy_(source)}, 15, "cuda")["copy"]
@@ -115,8 +115,8 @@ def main() -> None:
             )
         torch.cuda.empty_cache()
     lines = [
-        f"bf16, 512 MiB of keys and values, medians of 21 turns. A device copy moves {copy / 1e9:.0f} GB/s (bytes read "
-        "plus written).",
+        f"bf16, 512 MiB of keys and values, medians of 21 rounds. A device copy transfers {copy / 1e9:.0f} GB/s "
+        "(bytes read plus written).",
         "",
         *table(["shape", "step", "us", "GB/s", "of copy"], rows),
     ]

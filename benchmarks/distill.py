@@ -1,11 +1,11 @@
-"""Prints what a distillation loss costs at a large vocabulary: time and memory of forward and backward.
+"""Measures time and memory of a distillation loss with a large vocabulary, forward and backward.
 
-    python -m benchmarks.distill                      # GPU if there is one, else CPU
+    python -m benchmarks.distill                      # on a GPU if available, otherwise on the CPU
     python -m benchmarks.distill --device cpu --rounds 5 --shapes cpu-128k cpu-128k-wide
 
-Forward KL to the teacher's whole distribution, from the last hidden states and the heads of both models, with the
-gradients of the student's hidden states and head. The plain version materialises all logits. The
-rivals are the chunked losses of Liger and TRL, where they are installed. They take turns; times are medians.
+The loss is the forward KL to the full distribution of the teacher, from the last hidden states and the heads of both
+models, with gradients for the student's hidden states and head. The plain version materialises all logits. The chunked
+losses of Liger and TRL are included if installed. Measurements are interleaved; times are medians.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products: the teacher's logits, the student's, and two gradients."""
+        """FLOPs of the matmuls: the teacher's logits, the student's logits, and two gradients."""
         return 2.0 * self.tokens * self.vocabulary * (3 * self.width + self.teacher_width)
 
 
@@ -53,12 +53,12 @@ SHAPES = {
     ),
 }
 DEFAULT = {"cpu": ("cpu-128k",), "cuda": ("smollm-16k", "smollm-32k", "llama1b-16k")}
-PRODUCT_SLICE = 1024  # of the vocabulary; 1024 to 8192 were tried on a CPU
-PLAIN, OURS, PRODUCTS = "plain, all logits", "ours", "the four matrix products alone"
+MATMUL_SLICE = 1024  # of the vocabulary; 1024 to 8192 were tried on a CPU
+PLAIN, OURS, MATMULS = "plain, all logits", "ours", "only the four matmuls"
 
 
 class Bench:
-    """The inputs of one shape and the losses that are compared on it."""
+    """The inputs of one shape and the losses to compare."""
 
     def __init__(self, shape: Shape, device: str):
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Bench:
                 weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=self.device == "cuda", chunk_size=128
             )
             given = (self.hidden, self.weight, self.teacher_hidden, self.teacher_weight, self.labels)
-            # A mean over the tokens, where the others are sums.
+            # Liger returns a mean over tokens, the others a sum.
             found["Liger, LigerFusedLinearJSDLoss"] = lambda: liger(*given) * len(self.labels)
         try:
             from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
@@ -112,25 +112,25 @@ class Bench:
 
     @cached_property
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of `products`, kept from call to call."""
+        """Buffers for the gradients of `matmuls`, reused by every call."""
         return torch.empty_like(self.hidden.detach()), torch.empty_like(self.weight.detach())
 
     @torch.no_grad()
-    def products(self) -> tuple[Tensor, Tensor]:
-        """What no version can do without: the logits of both models and two gradients, as fast as they come.
+    def matmuls(self) -> tuple[Tensor, Tensor]:
+        """The matmuls that every version needs, as fast as possible: a lower bound for the time of a loss.
 
-        On the CPU that is all tokens by a slice of the vocabulary at a time, whose weights and logits stay in the
-        cache, into memory that is reused: fresh pages take time, but are no part of a product. No loss can work in
-        this shape, for its gradient needs the sum over the whole vocabulary first: it is a floor. On a GPU it is all
-        at once.
+        They are the logits of both models and two gradients. On the CPU they process all tokens with one slice of the
+        vocabulary at a time, so that its weights and logits stay in the cache, and reuse one buffer, because page
+        faults take time. A real loss cannot use this order, because its gradient needs the sum over the whole
+        vocabulary first. On a GPU the matmuls are not sliced.
         """
         hidden_grad, weight_grad = self.gradients
         hidden_grad.zero_()
-        step = PRODUCT_SLICE if self.device == "cpu" else len(self.weight)
-        room = torch.empty(len(self.hidden) * step, dtype=self.hidden.dtype, device=self.device)
+        step = MATMUL_SLICE if self.device == "cpu" else len(self.weight)
+        buffer = torch.empty(len(self.hidden) * step, dtype=self.hidden.dtype, device=self.device)
         for start in range(0, len(self.weight), step):
             weight, teacher_weight = self.weight[start : start + step], self.teacher_weight[start : start + step]
-            logits = room[: len(self.hidden) * len(weight)].view(len(self.hidden), len(weight))
+            logits = buffer[: len(self.hidden) * len(weight)].view(len(self.hidden), len(weight))
             torch.mm(self.teacher_hidden, teacher_weight.T, out=logits)
             torch.mm(self.hidden, weight.T, out=logits)
             hidden_grad.addmm_(logits, weight)
@@ -142,7 +142,7 @@ class Bench:
 
 
 def check(bench: Bench, losses: dict[str, Callable[[], Tensor]]) -> None:
-    """A loss that is not the same is not compared."""
+    """Checks that all losses and gradients agree before they are timed."""
     truth, *true_grads = (loss := bench.plain()).detach(), *torch.autograd.grad(loss, [bench.hidden, bench.weight])
     for name, function in losses.items():
         loss = function()
@@ -155,13 +155,13 @@ def check(bench: Bench, losses: dict[str, Callable[[], Tensor]]) -> None:
 
 
 def measure(shape: Shape, device: str, rounds: int) -> tuple[list[list[str]], list[str]]:
-    """Rows of the table for one shape, and what is not installed."""
+    """Rows of the table for one shape, and the names of losses that are not installed."""
     bench = Bench(shape, device)
     losses, absent = bench.losses()
     check(bench, losses)
     functions = {name: bench.with_backward(loss) for name, loss in losses.items()}
     memory = {name: peak_memory(function, device) for name, function in functions.items()}
-    functions[PRODUCTS] = bench.products
+    functions[MATMULS] = bench.matmuls
     seconds = median_seconds(functions, rounds, device)
     rows = []
     for name in functions:
@@ -182,7 +182,7 @@ def measure(shape: Shape, device: str, rounds: int) -> tuple[list[list[str]], li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=None, help="turns that each loss takes (CPU 5, GPU 20)")
+    parser.add_argument("--rounds", type=int, default=None, help="measurements per loss (CPU 5, GPU 20)")
     parser.add_argument("--shapes", nargs="*", default=None, metavar="NAME", help="only these shapes")
     options = parser.parse_args()
     rounds = options.rounds or (5 if options.device == "cpu" else 20)
@@ -196,13 +196,13 @@ def main() -> None:
         rows += found
         lines = [
             f"Forward KL, forward and backward, {'float32' if options.device == 'cpu' else 'bfloat16'}, medians of "
-            f"{rounds} turns. TFLOP/s counts the four matrix products. Peak memory is beyond the inputs and includes "
-            "the gradients. The products alone work in reused memory, in their fastest shape: a floor.",
+            f"{rounds} rounds. TFLOP/s counts the four matmuls. Peak memory excludes the inputs and includes the "
+            "gradients. The row with only the matmuls reuses its buffers and is a lower bound.",
             "",
             *table(["shape", "loss", "ms", "x plain", "TFLOP/s", "peak MiB", "x plain"], rows),
         ]
         if absent:
-            lines += ["", f"Not installed here, so not measured: {', '.join(absent)}."]
+            lines += ["", f"Not measured, because not installed: {', '.join(absent)}."]
         title = "Distillation loss: time and memory compared with the plain version"
         write("distill", options.device, title, lines, echo=name == wanted[-1])
 

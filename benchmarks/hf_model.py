@@ -1,8 +1,9 @@
-"""Times forward + backward of a 30M llama with a mechanism against the same model on plain SDPA, in one run.
+"""Times forward + backward of a 30M llama with a mechanism and of the same model with plain SDPA, in one run.
 
     python -m benchmarks.hf_model [--mechanisms affine affine_gated] [--batch 2] [--length 512] [--rounds 9] [--write]
 
-Both models have the same weights, take turns (medians), and compute the same loss. Bar for "affine": 1.10.
+The models have the same weights and compute the same loss; runs are interleaved, times are medians. The target for
+"affine" is 1.10 times plain SDPA.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def training_pass(model: torch.nn.Module, tokens: torch.Tensor) -> Callable[[], 
 
 
 def measure(mechanisms: list[str], batch: int, length: int, rounds: int, device: str) -> dict[str, float]:
-    """Seconds of "plain SDPA" and of every mechanism."""
+    """Seconds per step of "plain SDPA" and of every mechanism."""
     torch.manual_seed(0)
     plain = detach(student("llama-30m", "softmax", device=device))
     assert plain.config._attn_implementation == "sdpa"
@@ -54,13 +55,13 @@ def main() -> None:
     base = seconds["plain SDPA"]
     rows = [[name, f"{each * 1e3:.1f}", f"{each / base:.3f}"] for name, each in seconds.items()]
     lines = [
-        f"llama-30m, batch {given.batch}, {given.length} tokens, median of {given.rounds} rounds in turn.",
+        f"llama-30m, batch {given.batch}, {given.length} tokens, median of {given.rounds} interleaved rounds.",
         "",
         *table(["model", "forward + backward, ms", "over plain SDPA"], rows),
     ]
     if "affine" in seconds:
         verdict = "within" if seconds["affine"] <= BAR * base else "OVER"
-        lines += ["", f"affine is {verdict} the bar of {BAR:.2f}."]
+        lines += ["", f"affine is {verdict} the target of {BAR:.2f}."]
     if given.write:
         write("hf-model", given.device, "An attached model against plain SDPA", lines)
     else:

@@ -1,9 +1,9 @@
-"""Measures memory and time of `inspect` for one layer of the 1B student at 32k tokens on the CPU, in its own process.
+"""Measures memory and time of `inspect` for one layer of the 1B student at 32k tokens on the CPU.
 
     python -m benchmarks.inspect [--length 32768] [--mechanisms softmax affine_gated] [--write]
 
-Peak memory is each process's largest resident set (ru_maxrss): Python, torch, the weights, the model's own forward and
-the inspection, all together. Bar: 4 GiB.
+Each mechanism runs in a new process. Peak memory is the maximum resident set size of that process (ru_maxrss), with
+Python, torch, the weights and the model's forward. The target is 4 GiB.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from benchmarks.results_file import table, write
 
 BAR = 4 * 2**30
-VOCABULARY = 512  # of random ids: an embedding says nothing about attention
-BYTES_A_PAIR = 32 * 4  # of dense fp32 maps: 32 heads
+VOCABULARY = 512  # random token ids: the embedding does not affect memory or time of attention
+BYTES_PER_PAIR = 32 * 4  # dense fp32 attention maps of 32 heads
 
 
 def inspect_layer(mechanism: str, length: int, dtype: str) -> dict[str, float]:
-    """Inspects a layer in this process; bytes at the peak and seconds."""
+    """Inspects a layer in this process; returns bytes of memory and seconds."""
     import resource
 
     from affine_attention.hf import student
@@ -77,14 +77,14 @@ def main() -> None:
         rows.append([mechanism, *gib, f"{found['cpu_seconds']:.0f}", f"{found['seconds']:.0f}"])
     verdict = "within" if worst <= BAR else "OVER"
     lines = [
-        f"One layer of llama-3.2-1b (H 32, G 8, D 64, M 2048, with its MLP), {given.dtype}, {given.length} tokens, "
-        f"every number of inspection.json; the model's own forward is part of memory and time. Load average before "
-        f"the run: {load:.1f}; where others use the machine, CPU seconds say more than wall seconds.",
+        f"One layer of llama-3.2-1b (H 32, G 8, D 64, M 2048, with its MLP), {given.dtype}, {given.length} tokens, all "
+        f"metrics of inspection.json; memory and time include the model's forward. Load average before the run: "
+        f"{load:.1f}; on a loaded machine CPU seconds are more reliable than wall seconds.",
         "",
         *table(["mechanism", "RSS with the weights, GiB", "peak, GiB", "inspect, CPU s", "wall s"], rows),
         "",
-        f"The largest peak, {worst / 2**30:.2f} GiB, is {verdict} the bar of {BAR / 2**30:.0f} GiB. Dense fp32 maps of "
-        f"this layer would take {BYTES_A_PAIR * given.length**2 / 2**30:.0f} GiB.",
+        f"The largest peak, {worst / 2**30:.2f} GiB, is {verdict} the target of {BAR / 2**30:.0f} GiB. Dense fp32 maps "
+        f"of this layer would take {BYTES_PER_PAIR * given.length**2 / 2**30:.0f} GiB.",
     ]
     if given.write:
         write("inspect", "cpu", "Inspecting a layer of the 1B student", lines)

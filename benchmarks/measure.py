@@ -1,4 +1,4 @@
-"""Times and weighs functions: interleaved medians, peak memory and what is kept, on the CPU and on a GPU."""
+"""Measures functions on the CPU or a GPU: interleaved median times, peak memory, memory kept for the backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST_LEAD_CYCLES = 5_000_000  # about 3 ms
 def median_seconds(
     functions: dict[str, Callable[[], object]], rounds: int = 7, device: str = "cpu"
 ) -> dict[str, float]:
-    """Median time of each function. They take turns, so that a slow minute of the machine hits all of them."""
+    """Median time of each function; runs are interleaved, so that noise of the machine affects all functions alike."""
     for function in functions.values():
         function()  # warm-up: caches, compilation, allocators
         function()
@@ -37,9 +37,9 @@ def _cpu_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def _cuda_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Device events. Each call stands behind a write over the L2 cache and a pause that lets the host run ahead.
+    """Times by device events. Each call is preceded by an L2 flush and a pause that lets the host run ahead.
 
-    Without the pause a short kernel is timed with the host's own work in it: plain cuDNN read 25 % slower.
+    Without the pause, the time of a short kernel includes host work: plain cuDNN appeared 25 % slower.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = []
@@ -60,7 +60,7 @@ def _cuda_times(functions: dict[str, Callable[[], object]], rounds: int) -> dict
 
 
 def kept_memory(forward: Callable[[], object]) -> int:
-    """Bytes on the GPU that are held between a forward and its backward, output included, inputs not."""
+    """Bytes on the GPU held between a forward and its backward, including the output but not the inputs."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = forward()
@@ -70,7 +70,7 @@ def kept_memory(forward: Callable[[], object]) -> int:
 
 
 def peak_memory(function: Callable[[], object], device: str = "cpu") -> int:
-    """Bytes that a call has allocated at its peak, beyond what was there before it."""
+    """Peak bytes allocated by a call, beyond those allocated before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

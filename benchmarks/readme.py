@@ -20,15 +20,15 @@ SHOWN = ("affine", "affine_gated", "sink", "affine, compiled composition", "affi
 
 
 def newest(what: str) -> Path | None:
-    """The latest result of a kind; dates sort as names."""
+    """The newest results file with a prefix; the dates in the names sort lexicographically."""
     found = sorted(RESULTS.glob(f"{what}*.md"))
     return found[-1] if found else None
 
 
 def newest_day(what: str) -> list[Path]:
-    """All results of a kind that have its latest date, the one with the shortest name first.
+    """All results files with a prefix and its newest date, shortest name first.
 
-    A long benchmark may be run in parts, each of which is written under a longer name.
+    A long benchmark may be run in parts, each written to a file with a longer name.
     """
     found = sorted(RESULTS.glob(f"{what}*.md"), key=lambda path: len(path.stem))
     return [path for path in found if path.stem[-10:] == max(each.stem[-10:] for each in found)]
@@ -46,9 +46,9 @@ def source(path: Path) -> str:
 
 
 def attention_lines(*paths: Path | None) -> list[str]:
-    """Ratios to the best plain backend, forward / forward + backward, one row a function and one column a shape.
+    """Ratios to the best plain backend, forward / forward + backward: one row per function, one column per shape.
 
-    A function that several files have is taken from the first.
+    If several files contain a function, the first one is used.
     """
     shapes: list[str] = []
     ratios: dict[str, dict[str, str]] = {}
@@ -64,9 +64,9 @@ def attention_lines(*paths: Path | None) -> list[str]:
 
 
 def loop_lines(*paths: Path) -> list[str]:
-    """Plain, softmax and affine side by side, with the ratio of affine to plain, one row for each measured quantity.
+    """Plain, softmax and affine with the ratio of affine to plain, one row per measured quantity.
 
-    A quantity that several files have is taken from the first.
+    If several files contain a quantity, the first one is used.
     """
     cells: dict[str, dict[str, str]] = {}
     for path in paths:
@@ -84,7 +84,7 @@ def loop_lines(*paths: Path) -> list[str]:
 
 
 def memory_line(path: Path) -> str:
-    """The memory of affine attention over that of plain attention, smallest and largest of all shapes."""
+    """The ratio of the memory of affine to plain attention, smallest and largest of all shapes."""
     header, *rows = rows_of(path)
     ours = [row for row in rows if row[1] == "affine"]
 

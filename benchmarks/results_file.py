@@ -1,4 +1,4 @@
-"""Writes a result as benchmarks/results/<what>_<device>_<date>.md, with hardware, versions, date and command."""
+"""Writes benchmarks/results/<what>_<device>_<date>.md with hardware, versions, date and command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def device_name(device: str) -> str:
-    """The name of the GPU, or of the CPU with the threads that torch uses."""
+    """The name of the GPU, or the name of the CPU with the number of threads of torch."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -41,7 +41,7 @@ def header(device: str) -> list[str]:
 
 
 def write(what: str, device: str, title: str, lines: list[str], echo: bool = True) -> Path:
-    """Writes and, with `echo`, prints the result; returns the path."""
+    """Writes the result, prints it if `echo` is True, and returns the path."""
     text = "\n".join([f"# {title}", "", *header(device), *lines]) + "\n"
     kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-") if device == "cuda" else "cpu"
     path = results_folder() / f"{what}_{kind}_{datetime.date.today().isoformat()}.md"
@@ -53,7 +53,7 @@ def write(what: str, device: str, title: str, lines: list[str], echo: bool = Tru
 
 
 def results_folder() -> Path:
-    """benchmarks/results, or the folder that AFFINE_RESULTS names; it is made if it does not exist."""
+    """benchmarks/results or the folder in AFFINE_RESULTS; created if it does not exist."""
     folder = Path(os.environ.get("AFFINE_RESULTS", RESULTS))
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,12 +1,12 @@
-"""Measures distillation as users run it: tokens per second and MFU of `lab.train`, for each mechanism in turn.
+"""Measures tokens per second and MFU of distillation with `lab.train`, for each mechanism, interleaved.
 
     python -m benchmarks.train [--mechanisms softmax affine] [--student llama-100m] [--teacher llama-100m] [--write]
 
-The teacher has random weights unless a folder is named: its cost is that of any teacher of its shape. Runs take turns
-over the rounds; the first steps of each, which build caches and compile, are left out; the number is the median step.
-MFU is the student's forward and backward (6N and causal attention), and, apart, with the teacher's forward, over the
-bf16 peak of the device.
-Bars on one H200: affine at least 0.95x softmax; the step at 35 % or more for 100M parameters at T = 2048.
+The teacher has random weights unless a folder is given, which does not change its cost. Runs of the mechanisms
+alternate. The first steps of each run, which fill caches and compile, are skipped, and the median step is reported.
+MFU counts the student's forward and backward (6N and causal attention); a second column adds the teacher's forward.
+Both are relative to the bf16 peak of the device. Targets on one H200: affine at least 0.95x softmax, and at least 35 %
+MFU for 100M parameters at T = 2048.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from affine_attention.lab.training.train import train
 from affine_attention.recipes import EMBEDDED_TEXT, with_training_length
 from benchmarks.results_file import table, write
 
-WARM_UP = 8  # steps of a run that are left out
+WARM_UP = 8  # skipped steps of each run
 SPEED_BAR, MFU_BAR = 0.95, 0.35
 
 
@@ -55,7 +55,7 @@ def student_changes(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Seconds of every counted step, by mechanism."""
+    """Seconds of every measured step, by mechanism."""
     from affine_attention.lab.data import read_documents, train_tokenizer
 
     teacher, tokenizer = teacher_of(given, folder), tokenizer_of(given, folder)
@@ -79,7 +79,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
 
 
 def teacher_of(given: argparse.Namespace, folder: Path) -> str | None:
-    """The folder of the teacher: the one that was named, or one with random weights."""
+    """The folder of the teacher: the given one, or a new one with random weights."""
     if given.teacher is None:
         return None
     return given.teacher if Path(given.teacher).is_dir() else str(folder / "teacher")
@@ -90,7 +90,7 @@ def tokenizer_of(given: argparse.Namespace, folder: Path) -> str:
 
 
 def profile(given: argparse.Namespace, folder: Path, mechanism: str, rows: int = 25) -> list[str]:
-    """Where the time of a step goes, kernel by kernel, over three steps."""
+    """The time of a step by kernel, averaged over three steps."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -116,7 +116,7 @@ def profile(given: argparse.Namespace, folder: Path, mechanism: str, rows: int =
         [f"`{name[:90]}`", f"{each:.2f}", f"{each / total:.1%}", f"{count:.0f}"] for name, each, count in kernels[:rows]
     ]
     return [
-        f"Kernels of one step of `{mechanism}` ({total:.1f} ms of kernels in all), mean of three steps:", "",
+        f"Kernels of one step of `{mechanism}` ({total:.1f} ms in total), mean of three steps:", "",
         *table(["kernel", "ms", "share", "launches"], shown), "",
     ]  # fmt: skip
 
@@ -135,8 +135,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mechanisms", nargs="+", default=["softmax", "affine"])
     parser.add_argument("--student", default="llama-100m")
-    parser.add_argument("--layers", type=int, default=None, help="of the student; none: its own")
-    parser.add_argument("--teacher", default=None, help="a folder, or a student's name for its shape; none: no teacher")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers of the student (default: unchanged)")
+    parser.add_argument(
+        "--teacher",
+        default=None,
+        help="a folder, or the name of a student for a random teacher of its shape (default: no teacher)",
+    )
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=32)
@@ -152,11 +156,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds = {name: statistics.median(each) for name, each in measure(given, Path(folder)).items()}
         lines = describe(given, seconds)
-        print("\n".join(lines), flush=True)  # before the profile, which may take long or fail
+        print("\n".join(lines), flush=True)  # print before the profile, which may be slow or fail
         if given.profile:
             lines += profile(given, Path(folder), given.mechanisms[-1])
     if given.write:
-        write(given.label, given.device, "Distillation, as `affine train` runs it", lines)
+        write(given.label, given.device, "Distillation with `affine train`", lines)
 
 
 def describe(given: argparse.Namespace, seconds: dict[str, float]) -> list[str]:
@@ -172,12 +176,12 @@ def describe(given: argparse.Namespace, seconds: dict[str, float]) -> list[str]:
     return [
         f"{given.student}{f' with {given.layers} layers' if given.layers else ''}, teacher {given.teacher or 'none'}, "
         f"vocabulary {given.vocabulary:,}, {given.length} tokens, "
-        f"{given.batch} sequences a step ({given.device_batch or given.batch} in a micro-batch), "
-        f"{'compiled layers' if given.compile else 'eager'}, {given.rounds} runs of {given.steps} steps in turn.",
+        f"{given.batch} sequences per step ({given.device_batch or given.batch} per micro-batch), "
+        f"{'compiled layers' if given.compile else 'eager'}, {given.rounds} interleaved runs of {given.steps} steps.",
         "",
         *table(["mechanism", "step, ms", "tokens/s", f"speed over {given.mechanisms[0]}", "MFU", "with teacher"], rows),
         "",
-        f"Bars: speed {SPEED_BAR}, MFU {MFU_BAR:.0%}.",
+        f"Targets: speed {SPEED_BAR}, MFU {MFU_BAR:.0%}.",
         "",
     ]
 

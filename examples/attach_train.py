@@ -1,6 +1,6 @@
-"""Gives a transformers model Affine-Scaled Attention, trains it for a few steps, saves it and loads it again.
+"""Attaches Affine-Scaled Attention to a transformers model, trains it for a few steps, saves it and loads it again.
 
-python examples/attach_train.py        # a tiny llama on the CPU, some seconds
+python examples/attach_train.py        # a tiny llama on the CPU, a few seconds
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     model = LlamaForCausalLM(config)
 
-    # N of Eq. 8 is part of the mechanism: the length the model is trained at.
+    # bias_length is N of Eq. 8: set it to the training length.
     hf.attach(model, Mechanism.named("affine", bias_length=64))
     print(type(model).__name__, sum(p.numel() for p in model.parameters()), "parameters")
 
@@ -30,7 +30,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        commit_running_alpha(model)  # the one line that a plain loop needs
+        commit_running_alpha(model)  # the only extra line in a plain training loop
         print(f"step {step}  loss {loss.item():.3f}")
     average = model.model.layers[0].self_attn.affine.scale.running_alpha
     print("running alpha of layer 0:", [round(x, 3) for x in average.tolist()])
@@ -40,7 +40,7 @@ def main() -> None:
         loaded = AutoModelForCausalLM.from_pretrained(folder)
     model.eval()
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    print("loaded", type(loaded).__name__, "with the same logits, bit for bit")
+    print("loaded", type(loaded).__name__, "with bitwise equal logits")
 
 
 if __name__ == "__main__":

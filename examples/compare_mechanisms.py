@@ -3,8 +3,8 @@
     python -m examples.compare_mechanisms            # all eight mechanisms, about a minute on two cores
     python -m examples.compare_mechanisms --mechanisms softmax affine --steps 300
 
-Same initial weights wherever mechanisms share them, same batches in the same order. It shows how to train with the
-library in a plain PyTorch loop; it is far too small to tell which mechanism is better.
+Mechanisms start from the same shared weights and see the same batches in the same order. The example shows how to train
+with the library in a plain PyTorch loop; it is far too small to rank the mechanisms.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ByteModel(nn.Module):
 
 
 def make_model(mechanism: Mechanism, seed: int) -> ByteModel:
-    """A model whose shared weights are the same for every mechanism: what a mechanism adds is drawn afterwards."""
+    """Builds a model whose shared weights do not depend on the mechanism, which draws its own weights afterwards."""
     torch.manual_seed(seed)
     shared = ByteModel(Mechanism.named("softmax"))
     model = ByteModel(mechanism)
@@ -68,7 +68,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def train(model: ByteModel, data: Tensor, steps: int, seed: int, show: bool) -> float:
-    """Returns the seconds it took."""
+    """Trains the model and returns the seconds it took."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     begin = time.perf_counter()
     for step, rows in enumerate(batches(data, steps, seed)):
@@ -78,7 +78,7 @@ def train(model: ByteModel, data: Tensor, steps: int, seed: int, show: bool) -> 
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        commit_running_alpha(model)  # the one line that a mechanism with a running average needs
+        commit_running_alpha(model)  # needed by mechanisms with a running average
         if show:
             done = int(24 * (step + 1) / steps)
             print(f"\r  {'#' * done}{'.' * (24 - done)} loss {loss.item():.3f} ", end="", file=sys.stderr, flush=True)
@@ -88,7 +88,7 @@ def train(model: ByteModel, data: Tensor, steps: int, seed: int, show: bool) -> 
 
 
 @torch.no_grad()
-def look_inside(model: ByteModel, rows: Tensor) -> tuple[float, float, float | None]:
+def measure_weights(model: ByteModel, rows: Tensor) -> tuple[float, float, float | None]:
     """Mean row sum of the weights, mean weight on the first token, mean alpha; over layers, heads and queries."""
     model.eval()
     captured: list[tuple[SelfAttention, Tensor]] = []
@@ -141,15 +141,13 @@ def main() -> None:
         seconds = train(model, data[:cut], options.steps, options.seed, show=sys.stderr.isatty())
         with torch.no_grad():
             loss = loss_of(model.eval(), held_out).item()
-        row_sum, first, alpha = look_inside(model, held_out[:8, :-1])
+        row_sum, first, alpha = measure_weights(model, held_out[:8, :-1])
         added = LAYERS * mechanism.extra_parameters(WIDTH, HEADS, WIDTH // HEADS)
         alpha_text = "-" if alpha is None else f"{alpha:.3f}"
         print(f"{mechanism.name:<16}{added:>9,}{loss:>10.4f}{loss / math.log(2):>11.4f}", end="")
         print(f"{row_sum:>9.3f}{first:>9.4f}{alpha_text:>7}{seconds:>9.1f}", flush=True)
-    print(
-        "\nheld-out: cross-entropy in nats; row sum: mean of the weights' sum over visible keys; 1st key: mean weight"
-    )
-    print("on the first token, without the first query. One seed and a tiny model: no ranking follows from it.")
+    print("\nheld-out: cross-entropy in nats; row sum: mean sum of a row of attention weights; 1st key: mean weight")
+    print("on the first token, without the first query. One seed and a tiny model: this does not rank mechanisms.")
 
 
 if __name__ == "__main__":

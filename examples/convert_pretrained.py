@@ -1,6 +1,6 @@
-"""Converts a pretrained model: its outputs stay exactly as they are, and every gate can learn from there.
+"""Converts a pretrained model: its outputs stay bitwise equal, and every gate can be trained from there.
 
-python examples/convert_pretrained.py [path or name of a model]      # without one: a tiny random llama
+python examples/convert_pretrained.py [path or name of a model]      # default: a tiny random llama
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main() -> None:
     with torch.no_grad():
         before = model(tokens).logits
 
-    # Gates of zero give alpha = 1/2; the output projection is doubled; running_alpha = 1/2 makes beta zero.
+    # Zero gate weights give alpha = 1/2, so the output projection is doubled; running_alpha = 1/2 makes beta 0.
     hf.attach(model, "affine_gated", start="identity")
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, before)
-    print("attached: the same logits, bit for bit")
+    print("attached: logits are bitwise equal")
 
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -1,4 +1,4 @@
-"""The benchmarks run, on small shapes, and their numbers mean what they say."""
+"""The benchmarks run on small shapes, and their measurements are correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.loop_timing import Case, build, take_turns, wall_seconds
 from benchmarks.measure import median_seconds, peak_memory
 
 
-def test_peak_memory_counts_what_is_held_at_once():
+def test_peak_memory_counts_simultaneous_allocations():
     def call():
         a = torch.empty(2**20, dtype=torch.uint8)
         b = torch.empty(2**21, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def test_loop_benchmark_runs_every_section_on_tiny_sizes(tmp_path, monkeypatch, 
 
 
 def test_every_target_of_the_loop_benchmark_names_a_measured_row(monkeypatch):
-    """Only names are made here: the sections run on stand-ins for what they measure."""
+    """Checks names only: the sections run on stubs instead of measurements."""
     from benchmarks import loop_calls, loop_generate, loop_graph, loop_train
     from benchmarks.loop_options import FULL, Run
 
@@ -113,7 +113,7 @@ def test_every_target_of_the_loop_benchmark_names_a_measured_row(monkeypatch):
     assert set(loop.TARGETS) <= measured
 
 
-def test_a_variant_that_raises_becomes_a_row_and_the_others_go_on(capsys):
+def test_a_variant_that_raises_becomes_a_row_and_the_others_continue(capsys):
     def broken():
         raise RuntimeError("no such kernel\nand much more")
 

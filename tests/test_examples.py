@@ -1,4 +1,4 @@
-"""The examples run as they are, with fewer steps."""
+"""The example that compares mechanisms runs, is reproducible and prints the expected row sums."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Transformers models with a mechanism: attach, train, save, load, generate.
 
-Importing this package makes its checkpoints known to `AutoModelForCausalLM.from_pretrained`.
+Importing this package registers its checkpoint type, so `AutoModelForCausalLM.from_pretrained` can load it.
 """
 
 from transformers import AutoConfig
@@ -8,11 +8,11 @@ from transformers import AutoConfig
 from .accelerate import accelerate, decelerate, explain, is_accelerated
 from .accelerate import register as register_operator
 from .attach import attach, detach, is_attached
+from .callback import CommitNotice, RunningAlphaCallback
 from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
 from .students import STUDENTS, student
-from .trainer import CommitNotice, RunningAlphaCallback
 
 register()
 register_operator()

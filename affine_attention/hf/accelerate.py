@@ -178,7 +178,9 @@ def operator_attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def note_packing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def note_packing(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a decoder: tells its layers whether position_ids or cu_seq_lens pack documents.
 
     Only the caller's position_ids can pack documents. A decoder that is traced cannot tell them from those that it

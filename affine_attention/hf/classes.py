@@ -1,9 +1,8 @@
-"""Model and configuration classes of attached models, made on demand: `AffineLlamaForCausalLM`, `AffineLlamaConfig`, ..
+"""Creates the classes of attached models on demand: `AffineLlamaForCausalLM`, `AffineLlamaConfig`, ...
 
-`Affine` + the name of a class of transformers is that class with a mechanism: it builds its layers from its
-configuration, saves them, loads them, and refuses to run as plain softmax. A name is made when it is first asked for
-(`from affine_attention.hf.classes import AffineLlamaForCausalLM`), which is also how a checkpoint folder and pickle
-find it.
+`AffineXyz` is the transformers class `Xyz` with a mechanism: it builds the mechanism from its configuration, saves and
+loads it, and raises instead of running as plain softmax. A class is created on first access
+(`from affine_attention.hf.classes import AffineLlamaForCausalLM`); checkpoint folders and pickle do the same.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
+from .callback import warn_if_never_committed
+from .installation import initialise_missing, install
 from .interface import IMPLEMENTATION, SLOT, own_implementation
 from .parallel import head_plan, keep_own_heads, whole_state_dict
-from .trainer import warn_if_never_committed
 
-MODEL_TYPE = "affine_attention"  # in config.json: nothing but this package takes it for its own
+MODEL_TYPE = "affine_attention"  # in config.json: no other library knows this type
 MODULE_NAME = "modeling_affine_attention"  # the one-line module in a checkpoint folder
 PREFIX = "Affine"
 AUTO_CLASSES = {
@@ -38,17 +36,17 @@ AUTO_CLASSES = {
 class AffineConfigMixin:
     """A configuration that carries a mechanism, `affine_attention = {"mechanism": {...}, "start": ...}`.
 
-    At work its model_type is the family's, so that whatever asks for it (weight conversion, generation) finds what it
-    knows. In config.json it is "affine_attention", so that nothing loads the folder as a plain model.
+    In memory its model_type is that of the base family, which transformers uses for weight conversion and generation.
+    In config.json it is "affine_attention", so that no loader mistakes the folder for a plain model.
     """
 
     affine_attention: dict[str, Any]
-    plain_class: type  # what `detach` goes back to
+    plain_class: type  # restored by `detach`
 
     def to_dict(self) -> dict[str, Any]:
-        settings = super().to_dict()  # type: ignore[misc]
+        settings: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         if "affine_attention" not in settings:
-            return settings  # the default instance that transformers compares with
+            return settings  # transformers builds a default instance to compare with
         architecture = (settings.get("architectures") or [""])[0]
         auto_map = {"AutoConfig": f"{MODULE_NAME}.{type(self).__name__}"}
         for auto_class, ending in AUTO_CLASSES.items():
@@ -58,12 +56,12 @@ class AffineConfigMixin:
             "model_type": MODEL_TYPE,
             "base_model_type": type(self).model_type,  # type: ignore[attr-defined]
             "auto_map": auto_map,
-            # A plain class that is made to read this folder stops at the name of an attention it does not have.
+            # A plain class that loads this folder fails here: it does not know this attention.
             "attn_implementation": IMPLEMENTATION,
         }
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         own = dict(config_dict)
         own.pop("base_model_type", None)
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
@@ -73,17 +71,17 @@ class AffineConfigMixin:
     @classmethod
     def is_custom_code(cls) -> bool:
         """Transformers looks at the module of a class and treats code that is not its own as older than it is."""
-        return cls.plain_class.is_custom_code()  # type: ignore[attr-defined]
+        return bool(cls.plain_class.is_custom_code())  # type: ignore[attr-defined]
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any):
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
         config_dict, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         if config_dict.get("model_type") == MODEL_TYPE:
             config_dict = config_dict | {"model_type": cls.model_type}  # type: ignore[attr-defined]
         return config_dict, rest
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Writes config.json, and beside it the line of code that finds our classes (before the folder is uploaded)."""
+        """Writes config.json and, before the folder is uploaded, the one-line module that imports our classes."""
         names = sorted({type(self).__name__, *(n for n in self.architectures or () if n.startswith(PREFIX))})  # type: ignore[attr-defined]
         text = (
             f"from affine_attention.hf.classes import {', '.join(names)}  # noqa: F401  pip install affine-attention\n"
@@ -99,7 +97,7 @@ class AffineConfigMixin:
         super().__setattr__(name, value)
 
     def validate_output_attentions(self) -> None:
-        """Transformers allows it to its own eager function only; here the weights are computed for it."""
+        """Accepts output_attentions, which transformers allows for eager attention only; we compute the weights."""
 
     @property
     def output_attentions(self) -> bool:
@@ -111,7 +109,7 @@ class AffineConfigMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: transformers would copy this file, without its package, into every checkpoint folder."""
+        """Does nothing: transformers would copy this file, without its package, into every checkpoint folder."""
 
 
 class AffineModelMixin:
@@ -121,8 +119,6 @@ class AffineModelMixin:
     plain_class: type
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any):
-        from .attach import install
-
         settings = check_settings(getattr(config, "affine_attention", None))
         config.base_model_tp_plan = head_plan(config.base_model_tp_plan, SLOT)
         super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
@@ -131,7 +127,7 @@ class AffineModelMixin:
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         return own_implementation(attn_implementation)
 
-    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         """Chooses an implementation of the operator: "eager" the reference, "sdpa" composed, "flash_.." fused."""
         name = attn_implementation
         if isinstance(name, dict):
@@ -141,12 +137,12 @@ class AffineModelMixin:
     @classmethod
     def is_custom_code(cls) -> bool:
         """As the plain class: a load then converts weights and fills buffers as it does for that class."""
-        return cls.plain_class.is_custom_code()  # type: ignore[attr-defined]
+        return bool(cls.plain_class.is_custom_code())  # type: ignore[attr-defined]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Transformers reads the source file of a class to know it: that of the plain class."""
-        return cls.plain_class._can_set_experts_implementation()  # type: ignore[attr-defined]
+        """Asks the plain class, because transformers decides this from the source file of a class."""
+        return bool(cls.plain_class._can_set_experts_implementation())  # type: ignore[attr-defined]
 
     def initialize_weights(self) -> None:
         """What transformers calls after loading and in `init_weights`: gives a value to whatever has none yet."""
@@ -167,7 +163,7 @@ class AffineModelMixin:
             if isinstance(layer, AttentionMechanism):
                 keep_own_heads(layer)
 
-    def generate(self, *args: Any, **kwargs: Any):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
         Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -177,7 +173,7 @@ class AffineModelMixin:
             kwargs["state_dict"] = state
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Any:
         if self.training and not mode:  # type: ignore[attr-defined]
             self._notice_forgotten_commit()
         return super().train(mode)  # type: ignore[misc]
@@ -189,11 +185,11 @@ class AffineModelMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing: see `AffineConfigMixin.register_for_auto_class`."""
+        """Does nothing: see `AffineConfigMixin.register_for_auto_class`."""
 
 
 def check_settings(settings: Any) -> dict[str, Any]:
-    """`config.affine_attention` as it must be."""
+    """Validates `config.affine_attention` and returns it."""
     if not isinstance(settings, dict) or set(settings) != {"mechanism", "start"}:
         raise ValueError(
             'config.affine_attention must be {"mechanism": {..}, "start": "fresh" or "identity"}, got '
@@ -203,43 +199,13 @@ def check_settings(settings: Any) -> dict[str, Any]:
     return settings
 
 
-@torch.no_grad()
-def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str) -> None:
-    """Fills what loading has left empty in one layer; what was loaded carries transformers' own mark and stays."""
-    from .attach import IDENTITY_ALPHA, scale_out_proj
-
-    scale = layer.scale
-    parameters = list(layer.parameters())
-    loaded = [getattr(p, "_is_hf_initialized", False) for p in parameters]
-    if scale is not None and scale.mechanism.bias:
-        has_average = getattr(scale.running_alpha, "_is_hf_initialized", False)
-        if not has_average and getattr(scale.proj.weight, "_is_hf_initialized", False):
-            raise ValueError(
-                f"the checkpoint has the weights of {type(module).__name__}.{SLOT} but not its scale.running_alpha: it "
-                "has lost its running average; add the tensor, or set it to a start value on purpose"
-            )
-        begin = IDENTITY_ALPHA if start == "identity" else scale.mechanism.running_alpha_start
-        initialization.constant_(scale.running_alpha, begin)
-        # Never in a checkpoint, and loading leaves it without the gradient that it exists for.
-        scale.collected = torch.zeros_like(scale.collected, device=scale.running_alpha.device, requires_grad=True)
-    for proj in (None if scale is None else scale.proj, layer.gate_proj):
-        if proj is not None:
-            std = 0.0 if start == "identity" else layer.mechanism.init_std
-            initialization.normal_(proj.weight, mean=0.0, std=std)
-    if layer.sink is not None:
-        learned = layer.mechanism.sink == "learned"
-        initialization.constant_(layer.sink, layer.mechanism.sink_start if learned else 0.0)
-    if start == "identity" and parameters and not any(loaded):
-        scale_out_proj(module, layer.mechanism)  # the checkpoint was that of a plain model
-
-
 class AffineConfig(PreTrainedConfig):
-    """What AutoConfig finds under "affine_attention": reads a config.json into the class of its family."""
+    """The class that AutoConfig uses for "affine_attention": loads a config.json into the class of its family."""
 
     model_type = MODEL_TYPE
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         base: Any = config_dict.get("base_model_type")
         if base not in CONFIG_MAPPING:
             raise ValueError(
@@ -249,39 +215,39 @@ class AffineConfig(PreTrainedConfig):
 
 
 def affine_config_class(base: type[PreTrainedConfig]) -> Any:
-    """The configuration class of a family with a mechanism; its models become known to the auto classes."""
-    if base not in _MADE:
+    """Returns the `Affine...` configuration class of a family and registers its models with the auto classes."""
+    if base not in _CREATED:
         doc = f"{base.__name__} with a mechanism."
         members = {"__module__": __name__, "__doc__": doc, "plain_class": base}
-        _MADE[base] = type(PREFIX + base.__name__, (AffineConfigMixin, base), members)
+        _CREATED[base] = type(PREFIX + base.__name__, (AffineConfigMixin, base), members)
         for name in AUTO_CLASSES:
             auto_class = getattr(transformers, name)
             if base in auto_class._model_mapping:
                 models = auto_class._model_mapping[base]
                 model = models[0] if isinstance(models, list | tuple) else models
-                auto_class.register(_MADE[base], affine_model_class(model), exist_ok=True)
-    return _MADE[base]
+                auto_class.register(_CREATED[base], affine_model_class(model), exist_ok=True)
+    return _CREATED[base]
 
 
 def affine_model_class(base: type[PreTrainedModel]) -> Any:
-    """The class of a model with a mechanism."""
-    if base not in _MADE:
+    """Returns the `Affine...` class of a model class."""
+    if base not in _CREATED:
         config_class = affine_config_class(base.config_class)  # type: ignore[arg-type]
         doc = f"{base.__name__} with a mechanism in every attention module."
         members = {"__module__": __name__, "__doc__": doc, "config_class": config_class, "plain_class": base}
-        _MADE.setdefault(base, type(PREFIX + base.__name__, (AffineModelMixin, base), members))
+        _CREATED.setdefault(base, type(PREFIX + base.__name__, (AffineModelMixin, base), members))
         # Some families name the weights of one class differently in their files (gpt_neox: embed_out, not lm_head).
         conversions = get_checkpoint_conversion_mapping(base.__name__)
         if conversions is not None:
             register_checkpoint_conversion_mapping(PREFIX + base.__name__, conversions, overwrite=True)
-    return _MADE[base]
+    return _CREATED[base]
 
 
-_MADE: dict[type, Any] = {}
+_CREATED: dict[type, Any] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Makes `AffineXyz` from the class Xyz of transformers."""
+    """Creates `AffineXyz` from the transformers class Xyz."""
     base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedModel):
         return affine_model_class(base)

@@ -1,4 +1,4 @@
-"""Finds the attention modules of a transformers model, or says by name why a model cannot be served."""
+"""Finds the attention modules of a transformers model, or raises an error that says why the model is not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .keywords import CHANGES_ATTENTION, passes
 
-# (what makes the queries, what takes the heads' outputs), by attribute name, in the order they are looked for.
+# (query projection, output projection), by attribute name, in search order.
 PROJECTIONS = (
     ("q_proj", "o_proj"),  # llama, qwen2, qwen3, mistral, gemma, olmo2, smollm3, granite, mixtral, qwen3_moe, ..
     ("qkv_proj", "o_proj"),  # phi3
@@ -30,7 +30,7 @@ OFTEN_NONE = ("s_aux", "softcap")  # the configuration or the module says whethe
 
 @dataclass(frozen=True)
 class Site:
-    """One attention module, and what a mechanism must know about it."""
+    """One attention module and the sizes that its mechanism needs."""
 
     name: str
     module: nn.Module
@@ -41,7 +41,7 @@ class Site:
 
 
 def find_sites(model: PreTrainedModel) -> list[Site]:
-    """The self-attention modules of a model in order; raises with the reason where there are none it can serve."""
+    """Returns the self-attention modules of a model in order; raises with the reason if the model is not supported."""
     _refuse_model(model)
     sites = []
     for name, module in model.named_modules():
@@ -50,14 +50,13 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     if not sites:
         raise _refusal(
             model,
-            "no attention module was found that goes through transformers' attention interface "
-            "(ALL_ATTENTION_FUNCTIONS)",
+            "no attention module was found that uses transformers' attention interface (ALL_ATTENTION_FUNCTIONS)",
         )
     return sites
 
 
 def find_decoders(model: PreTrainedModel, sites: list[Site]) -> list[PreTrainedModel]:
-    """The innermost models that hold the sites: those whose forward makes the masks."""
+    """Returns the innermost models that contain the sites: their forward builds the masks."""
     decoders: list[PreTrainedModel] = []
     for name, module in model.named_modules():
         if not isinstance(module, PreTrainedModel) or module in decoders:
@@ -71,7 +70,7 @@ def find_decoders(model: PreTrainedModel, sites: list[Site]) -> list[PreTrainedM
 
 
 def uses_interface(module: nn.Module) -> bool:
-    """True for a module whose forward picks its attention function by name: what can be served without a copy."""
+    """True for a module whose forward looks up its attention function by name, so that its code need not be copied."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
@@ -97,7 +96,7 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
     if any(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_lora_rank")):
         raise _refusal(model, f"{name} is multi-head latent attention (MLA): its keys and values are compressed")
     if getattr(module, "sinks", None) is not None:
-        raise _refusal(model, f"{name} has sinks of its own")
+        raise _refusal(model, f"{name} already has attention sinks")
     if hasattr(module, "lambda_q1"):
         raise _refusal(model, f"{name} is differential attention: the difference of two softmax maps")
     if getattr(module, "is_cross_attention", False):
@@ -120,7 +119,7 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
         if not isinstance(proj, nn.Linear | Conv1D) or not proj.weight.dtype.is_floating_point:
             raise _refusal(
                 model,
-                f"{name}.{label} is a {type(proj).__name__}: quantised or adapted attention takes no mechanism",
+                f"{name}.{label} is a {type(proj).__name__}: mechanisms need unquantised projections without adapters",
                 "attach to the plain model first, then add adapters",
             )
     num_heads: Any = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
@@ -129,10 +128,11 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     head_dim = int(head_dim or config.hidden_size // num_heads)
     embed_dim, query_width, inner = _in(query_proj), _out(query_proj), _in(out_proj)
+    expected = f"not heads x head dim = {num_heads} x {head_dim}"
     if inner != num_heads * head_dim:
-        raise _refusal(model, f"{name}.{last} takes {inner} numbers, not heads x head dim = {num_heads} x {head_dim}")
+        raise _refusal(model, f"{name}.{last} has {inner} input features, {expected}")
     if first == "q_proj" and query_width != inner:
-        raise _refusal(model, f"{name}.q_proj makes {query_width} numbers, not heads x head dim = {inner}: a gate?")
+        raise _refusal(model, f"{name}.q_proj has {query_width} output features, {expected}; does it contain a gate?")
     return Site(name, module, out_proj, embed_dim, num_heads, head_dim)
 
 
@@ -145,7 +145,7 @@ def _refuse_model(model: PreTrainedModel) -> None:
     if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
         raise _refusal(model, "its weights are quantised", "load it without a quantization_config")
     if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
-        raise _refusal(model, "it adds ALiBi biases to the scores, which no mechanism has")
+        raise _refusal(model, "it adds ALiBi biases to the scores, which no mechanism supports")
     for name in ("attn_logit_softcapping", "attn_logit_softcap"):
         if getattr(config, name, None):
             raise _refusal(model, f"it soft-caps the scores ({name}={getattr(config, name)})")
@@ -154,7 +154,7 @@ def _refuse_model(model: PreTrainedModel) -> None:
 
 
 def _refusal(model: PreTrainedModel, reason: str, way_out: str | None = None) -> ValueError:
-    text = f"model {type(model).__name__} (model_type={model.config.model_type!r}) cannot be served: {reason}"
+    text = f"model {type(model).__name__} (model_type={model.config.model_type!r}) is not supported: {reason}"
     return ValueError(text + (f"; {way_out}" if way_out else ""))
 
 

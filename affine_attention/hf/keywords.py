@@ -38,7 +38,7 @@ def refuse_unknown(kind: str, given: dict[str, Any], way_out: str) -> None:
             )
 
 
-def passes(forward: Callable) -> list[str]:
+def passes(forward: Callable[..., Any]) -> list[str]:
     """The keywords of `CHANGES_ATTENTION` that a forward names, read from its code."""
     names: set[Any] = set()
     for constant in forward.__code__.co_consts:

@@ -1,19 +1,19 @@
-"""Turns what transformers knows about visible keys into the operator's arguments, without a T x S mask.
+"""Converts the masks of transformers into the operator's arguments, without a T x S mask.
 
-Transformers asks a registered *mask function* once per forward and hands its answer to every attention layer. Two
-rules of the library shape the answer: it must be None or a tensor of four dimensions (anything else is taken for a
-padding mask by `generate`), and the layers are not told the sliding window (only the mask is). So the answer here is
-a small *code*, and `read_mask` turns it back:
+Transformers calls a registered *mask function* once per forward and passes its result to every attention layer. Two
+constraints of the library shape that result: it must be None or a 4-dimensional tensor (`generate` treats anything else
+as a padding mask), and the layers do not receive the sliding window, only the mask. The mask function here therefore
+returns a small *code*, which `read_mask` decodes:
 
-| answer | means |
+| code | meaning |
 |---|---|
-| None | causal over the first T keys (T = 1: over all): transformers' own convention for "no mask needed" |
-| uint8 [B or 1, W + 1, 1, n] | causal over the first n keys, bottom-right; 0 is padding; W a window, 0: none |
-| uint8 [1, W + 1, 1, 0] | the same over all keys, none of them padding |
-| int64 [B, W + 1, 1, n] | the same, the numbers are the segments of packed documents |
-| bool [B, 1 or H, T, S] | the whole mask: a user's own, or a pattern that is none of the above |
+| None | causal over the first T keys (T = 1: over all keys): transformers' convention for "no mask needed" |
+| uint8 [B or 1, W + 1, 1, n] | causal over the first n keys, bottom-right; 0 is padding; W is the window, 0 if none |
+| uint8 [1, W + 1, 1, 0] | the same over all keys, without padding |
+| int64 [B, W + 1, 1, n] | the same; the values are the segment ids of packed documents |
+| bool [B, 1 or H, T, S] | the dense mask: passed by the user, or a pattern that is none of the above |
 
-The second dimension is an expanded view: a code holds n numbers for each row of the batch, whatever the window.
+The second dimension is an expanded view: a code stores n values per row of the batch, whatever the window.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask_function
 
+MaskFunction = Callable[..., Any]
 KEY_CODE = torch.uint8
 SEGMENT_CODE = torch.int64
 
 
 class Visible(NamedTuple):
-    """What a layer sees in one call: arguments of the operator, and the keys that exist.
+    """A decoded mask: the operator's visibility arguments and the number of keys that are filled.
 
-    `token_mask` [B, T] says which queries are tokens where the arguments do not: a mask [B, S] does.
+    `token_mask` [B, T] marks the queries that are real tokens; None if a [B, S] mask in `arguments` already does.
     """
 
     arguments: dict[str, Any]
@@ -47,7 +48,7 @@ def compact_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -55,19 +56,20 @@ def compact_mask(
     config: Any = None,
     **rest: Any,
 ) -> Tensor | None:
-    """The mask function that is registered with transformers; see the table above."""
+    """The mask function registered with transformers; the table above lists what it returns."""
     pattern = _pattern(mask_function, local_size, config, use_vmap)
-    growing = not isinstance(q_offset, Tensor)  # a preallocated cache keeps its length in a tensor
+    growing = not isinstance(q_offset, Tensor)  # a preallocated cache stores its length in a tensor
     known_end = growing and q_offset + q_length - kv_offset <= kv_length
     if pattern is None or not (known_end or q_length == 1):
-        return sdpa_mask(
+        dense: Tensor = sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
             device=device, allow_is_causal_skip=False,
         )  # fmt: skip
+        return dense
     window, segments = pattern
     if not known_end or (q_length == 1 and q_offset + 1 - kv_offset < kv_length):
-        # One query before a preallocated cache: shapes must not change from step to step, or decoding recompiles.
+        # One query with a preallocated cache: shapes must not change from step to step, or decoding recompiles.
         position_S = torch.arange(kv_length, device=device) + kv_offset
         seen_S = position_S <= q_offset
         if window is not None:
@@ -92,7 +94,7 @@ def compact_mask(
 
 
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, segments: Tensor | None) -> Visible:
-    """The inverse of `compact_mask`; `segments` [B, T] are those of packed `position_ids`, if any."""
+    """Decodes the result of `compact_mask`; `segments` [B, T] are the segment ids of packed `position_ids`, if any."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     causal = bool(is_causal and queries > 1)  # a symbolic length makes the comparison symbolic in torch.export
     if mask is None:
@@ -100,7 +102,7 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, 
         return _with_segments(Visible({"is_causal": causal}, num_keys, None), segments, queries)
     if mask.dim() != 4:
         raise ValueError(
-            f"attention_mask must have 2 dimensions [B, S] or 4 [B, 1 or H, T, S] when it reaches the model, got "
+            f"attention_mask passed to the model must have 2 dimensions [B, S] or 4 [B, 1 or H, T, S], got "
             f"{mask.dim()}: {list(mask.shape)}"
         )
     if mask.dtype not in (KEY_CODE, SEGMENT_CODE):
@@ -119,14 +121,14 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, 
 
 
 def values_are_unknown() -> bool:
-    """Whether the values of tensors cannot be read: while a graph is compiled, or captured as a CUDA graph."""
+    """True while tensor values cannot be read: during tracing by torch.compile and during CUDA graph capture."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def packed_segments(position_ids: Tensor, batch: int) -> Tensor:
-    """Numbers the documents of packed rows: a new one starts wherever a position does not follow the last."""
+    """Segment ids of packed rows: a new document starts wherever a position is not the previous one plus 1."""
     steps = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1)
     return (steps != 1).long().cumsum(-1).expand(batch, -1)
 
@@ -136,8 +138,8 @@ def _with_segments(visible: Visible, segments: Tensor | None, queries: int) -> V
         return visible
     if visible.num_keys != queries:
         raise ValueError(
-            f"packed position_ids cannot be used with cached keys: {queries} tokens met {visible.num_keys} keys; "
-            "pass a packed row whole and without past_key_values"
+            f"packed position_ids cannot be used with cached keys, got {queries} tokens and {visible.num_keys} keys; "
+            "pass packed rows in one call, without past_key_values"
         )
     return visible._replace(arguments=visible.arguments | {"segment_ids": segments})
 
@@ -151,7 +153,7 @@ def _read_dense(mask: Tensor, batch: int, queries: int, keys: int) -> Visible:
     if mask.dtype != torch.bool:
         mask = _as_boolean(mask)
     seen = mask[..., :keys].expand(batch, -1, queries, -1)
-    # Padding neither sees itself in a mask of transformers nor is a token of the running average.
+    # In the masks of transformers a padding token does not see itself. It must not enter the running average.
     token_mask = None
     if queries > 1 and keys >= queries:
         token_mask = seen[:, :, :, keys - queries :].diagonal(dim1=2, dim2=3).any(1)
@@ -159,7 +161,7 @@ def _read_dense(mask: Tensor, batch: int, queries: int, keys: int) -> Visible:
 
 
 def _as_boolean(mask: Tensor) -> Tensor:
-    """An additive mask of zeros and very large negative numbers as a boolean one; a real bias is refused."""
+    """Converts an additive mask of zeros and very large negative numbers to a boolean mask; raises for a real bias."""
     lowest = torch.finfo(mask.dtype).min if mask.dtype.is_floating_point else None
     if lowest is None:
         raise TypeError(f"attention_mask of 4 dimensions must be boolean, got {mask.dtype}; convert it with .bool()")
@@ -170,18 +172,18 @@ def _as_boolean(mask: Tensor) -> Tensor:
     hidden = mask <= lowest / 2
     if not bool((hidden | (mask == 0)).all()):
         raise ValueError(
-            "attention_mask must only say which keys are visible (True / False, or 0 / the lowest number of its "
-            "dtype), got other numbers: a bias on the scores is not part of any mechanism"
+            "attention_mask must only mark visible keys (True / False, or 0 / the lowest number of its dtype), got "
+            "other values: no mechanism supports a bias on the scores"
         )
     return ~hidden
 
 
 def _pattern(
-    mask_function: Callable, local_size: int | None, config: Any, use_vmap: bool
+    mask_function: MaskFunction, local_size: int | None, config: Any, use_vmap: bool
 ) -> tuple[int | None, Tensor | None] | None:
-    """(window, segments) where the pattern is causal with nothing else, None where only the dense mask will do."""
+    """Returns (window, segments) for a causal pattern, or None for a pattern that needs the dense mask."""
     if use_vmap:
-        return None  # a pattern of the user's own
+        return None  # a custom pattern of the user
     window = None
     if local_size is not None:
         if local_size != getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
@@ -190,8 +192,8 @@ def _pattern(
     if values_are_unknown():
         if mask_function.__name__ not in _TRACED_NAMES:
             return None  # a prefix or block that sees in both directions
-        # Transformers cannot read position_ids then and always adds a packing term. Whether a call is packed is known
-        # to the model's pre-hook (interface.py), which passes the segments to the layers itself.
+        # Transformers cannot read position_ids here and always adds a packing term. The pre-hook of the decoder
+        # (interface.py) detects packing and passes the segments to the layers itself.
         return window, None
     segments = None
     for part in _parts(mask_function):
@@ -202,8 +204,8 @@ def _pattern(
     return window, segments
 
 
-def _parts(mask_function: Callable) -> list[Callable]:
-    """The functions that a pattern of transformers joins with `and`."""
+def _parts(mask_function: MaskFunction) -> list[MaskFunction]:
+    """Returns the functions that a pattern of transformers combines with `and`."""
     if getattr(mask_function, "__code__", None) is not _AND_CODE:
         return [mask_function]
     return [leaf for part in _closed_over(mask_function) for leaf in _parts(part)]
@@ -213,8 +215,8 @@ def _closed_over(function: Any) -> Any:
     return function.__closure__[0].cell_contents
 
 
-# A pattern is known by the code of its functions: another version of transformers that builds it in another way is not
-# recognised and gets the dense mask, which is slower and never wrong.
+# Patterns are recognised by the code objects of their functions. If another version of transformers builds a pattern
+# differently, it is not recognised and gets the dense mask, which is slower but correct.
 _SLIDING = sliding_mask_function(1)
 _AND_CODE = _SLIDING.__code__
 _PACKED_CODE = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
@@ -224,7 +226,7 @@ _KNOWN_CODES = {causal_mask_function.__code__, *(part.__code__ for part in _part
 
 
 def _padding(attention_mask: Tensor | None, first: int, count: int) -> Tensor | None:
-    """The columns first..first+count of a [B, S] mask; what it does not cover is padding, as in transformers."""
+    """Columns first..first+count of a [B, S] mask; missing columns count as padding, as in transformers."""
     if attention_mask is None:
         return None
     missing = first + count - attention_mask.shape[-1]

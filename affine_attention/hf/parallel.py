@@ -1,7 +1,7 @@
-"""Tensor parallelism: each rank holds some query heads of a mechanism, its running average among them.
+"""Tensor parallelism: each rank holds a slice of the query heads, including their part of the running average.
 
-Transformers shards parameters by a plan and leaves buffers whole. So the plan gets lines for W_a, W_g and the sink, and
-what belongs to heads but is no parameter is cut here, after loading, and put together again before saving.
+Transformers shards parameters by a plan and does not shard buffers. We add entries for W_a, W_g and the sink to the
+plan. Per-head state that is not a parameter is sliced here after loading and gathered before saving.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from ..nn import AttentionMechanism
 
-STYLE = "colwise"  # transformers' word for "the output features, here heads, are split over the ranks"
+STYLE = "colwise"  # transformers' name for sharding the output features, here the heads
 
 
 def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
-    """A family's plan with lines for a mechanism, where the family splits its query heads."""
+    """Adds the entries of a mechanism to the plan of a family, if the family shards its query heads."""
     if plan is None:
         return None
-    homes = [
+    modules = [
         name.removesuffix(".q_proj") for name, style in plan.items() if name.endswith(".q_proj") and style == STYLE
     ]
     parts = ("scale.proj", "gate_proj", "sink")
-    return plan | {f"{home}.{slot}.{part}": STYLE for home in homes for part in parts}
+    return plan | {f"{module}.{slot}.{part}": STYLE for module in modules for part in parts}
 
 
 @torch.no_grad()
 def keep_own_heads(layer: AttentionMechanism) -> None:
-    """Cuts running average, sums and head count of a layer down to the heads of this rank, if heads are sharded."""
+    """Slices the running average, the collected sums and the head count of a sharded layer to this rank's heads."""
     shard = next((p for p in layer.parameters() if isinstance(p, DTensor)), None)
     mesh = None if shard is None else head_mesh(shard)
     if mesh is None:
@@ -63,7 +63,7 @@ def head_mesh(shard: DTensor) -> DeviceMesh | None:
 
 
 def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:
-    """The sink of this rank's heads: a shard of the learned one; the constant one is the same for every head."""
+    """Returns the sink of this rank's heads: the local shard if it is learned, a slice if it is constant."""
     if isinstance(sink, DTensor):
         return sink.to_local()
     if sink is None or sink.shape[0] == heads or isinstance(sink, nn.Parameter):
@@ -72,7 +72,7 @@ def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any] | None:
-    """The state dict with running averages of all heads, None where no heads are sharded; every rank must call."""
+    """The state dict with the running averages of all heads, or None if heads are not sharded; a collective call."""
     state = None
     for name, module in model.named_modules():
         mesh = getattr(module, "shard_mesh", None)
@@ -86,14 +86,15 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any] | None:
 
 
 def data_parallel_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold the same heads and different data: the `group` of `commit_running_alpha`.
+    """Creates the group of ranks with the same heads and different data, for `commit_running_alpha(model, group)`.
 
-    None, which means all ranks, where heads are not sharded. Every rank must call, once.
+    Returns None, which means all ranks, if heads are not sharded. Every rank must call it exactly once.
     """
     mesh: Any = next((m.shard_mesh for m in model.modules() if getattr(m, "shard_mesh", None) is not None), None)
     if mesh is None:
         return None
     size, world = mesh.size(), dist.get_world_size()
-    # Ranks of one tensor-parallel group are neighbours, as transformers lays them out.
+    # Transformers gives consecutive ranks to one tensor-parallel group.
     groups = [dist.new_group(list(range(first, world, size))) for first in range(size)]
-    return groups[dist.get_rank() % size]
+    group: dist.ProcessGroup = groups[dist.get_rank() % size]
+    return group

@@ -1,4 +1,4 @@
-"""Builds the paper's students and their small siblings from configuration alone."""
+"""Builds the paper's student models, and smaller models of the same design, with random weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def _llama_3_2(width: int, layers: int, heads: int, head_dim: int) -> tuple[str,
     }  # fmt: skip
 
 
-def _sibling(width: int, layers: int, heads: int, groups: int, ffn: int, vocabulary: int) -> tuple[str, dict[str, Any]]:
-    """A llama of the same design: grouped heads of 64 (32 in the smallest), tied embeddings, SwiGLU of 8/3 width."""
+def _small_llama(
+    width: int, layers: int, heads: int, groups: int, ffn: int, vocabulary: int
+) -> tuple[str, dict[str, Any]]:
+    """A small llama of the same design: GQA, head dim 64 (32 in the smallest), tied embeddings, SwiGLU of 8/3 width."""
     return "llama", {
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
         "head_dim": width // heads, "intermediate_size": ffn, "vocab_size": vocabulary, "tie_word_embeddings": True,
@@ -38,7 +40,7 @@ def _sibling(width: int, layers: int, heads: int, groups: int, ffn: int, vocabul
     }  # fmt: skip
 
 
-# (family, settings): the first three are the published configurations of the paper's students (its appendix B.1).
+# (family, settings); the first three are the published configurations of the paper's students (appendix B.1).
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen1.5-0.5b": (
         "qwen2",
@@ -52,10 +54,10 @@ STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-3.2-1b": _llama_3_2(2048, 16, 32, 64),
     "llama-3.2-3b": _llama_3_2(3072, 28, 24, 128),
-    "llama-1m": _sibling(128, 4, 4, 2, 344, 2048),
-    "llama-10m": _sibling(320, 6, 5, 1, 856, 8192),
-    "llama-30m": _sibling(512, 8, 8, 2, 1368, 16384),
-    "llama-100m": _sibling(768, 12, 12, 4, 2048, 32768),
+    "llama-1m": _small_llama(128, 4, 4, 2, 344, 2048),
+    "llama-10m": _small_llama(320, 6, 5, 1, 856, 8192),
+    "llama-30m": _small_llama(512, 8, 8, 2, 1368, 16384),
+    "llama-100m": _small_llama(768, 12, 12, 4, 2048, 32768),
 }  # fmt: skip
 
 
@@ -67,17 +69,17 @@ def student(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """A randomly initialised student of the paper, or a smaller sibling, with a mechanism.
+    """Builds a randomly initialised student of the paper, or a smaller model of the same design, with a mechanism.
 
     >>> model = student("llama-1m", "affine", vocab_size=512)
 
     Args:
-        name: "qwen1.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", or a sibling of about that many parameters: "llama-1m",
-            "llama-10m", "llama-30m", "llama-100m".
+        name: "qwen1.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", or a smaller model with about as many parameters as its
+            name says: "llama-1m", "llama-10m", "llama-30m", "llama-100m".
         mechanism: a `Mechanism` or the name of a preset; "softmax" is the baseline.
-        device: where it is built; "meta" builds shapes only.
-        dtype: of the weights, float32 by default; running averages stay float32.
-        changes: settings of the configuration that differ from the published ones (`vocab_size=...`).
+        device: device of the weights; "meta" allocates no memory.
+        dtype: dtype of the weights, float32 by default; running averages stay float32.
+        changes: configuration settings that replace the published ones (`vocab_size=...`).
     """
     if name not in STUDENTS:
         near = get_close_matches(str(name), STUDENTS, n=1)
@@ -94,4 +96,5 @@ def student(
     plain_class: Any = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
     model_class = affine_model_class(plain_class)
     with torch.device(device or torch.get_default_device()):
-        return model_class._from_config(config)
+        model: PreTrainedModel = model_class._from_config(config)
+    return model

@@ -1,6 +1,7 @@
-"""Parameters and state around the operator."""
+"""Modules with the parameters and state of a mechanism."""
 
-from .attention import AttentionMechanism, Coefficients, KeyValueCache, SelfAttention
+from .attention import AttentionMechanism, Coefficients, SelfAttention
+from .key_value_cache import KeyValueCache
 from .mechanism import PRESETS, Mechanism
 from .scaling import (
     AffineScale,

@@ -1,4 +1,4 @@
-"""Checks the arguments of the modules before any work is done; every error names argument, rule, value and way out."""
+"""Checks the arguments of the modules; every error names the argument, the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ..ops.validation import DTYPES, MAX_HEAD_DIM, SEGMENT_DTYPES, check_layout, shown
 
-MAX_SIZE = 2**24  # of a width or a number of heads: far above any model, and below what no machine can allocate
-THETA_RANGE = (1.0, 1e30)  # all frequencies and angles stay finite in fp32
+MAX_SIZE = 2**24  # largest width or number of heads: far above any model, and small enough to avoid overflow
+THETA_RANGE = (1.0, 1e30)  # keeps all frequencies and angles finite in fp32
 
 
 def check_size(name: str, value: Any, most: int = MAX_SIZE) -> None:
-    """An integer of at least 1."""
+    """Checks an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer of at least 1, got {shown(value)}")
     if value < 1:
@@ -24,14 +24,14 @@ def check_size(name: str, value: Any, most: int = MAX_SIZE) -> None:
 
 
 def check_sizes(embed_dim: Any, num_heads: Any, head_dim: Any) -> None:
-    """The width of a model, its query heads and their size."""
+    """Checks the width of a model, its number of query heads and their size."""
     check_size("embed_dim", embed_dim)
     check_size("num_heads", num_heads)
     check_size("head_dim", head_dim, MAX_HEAD_DIM)
 
 
 def check_place(device: Any, dtype: Any) -> None:
-    """What PyTorch takes for the device of a parameter, and a floating-point dtype; None means PyTorch's default."""
+    """Checks the device and the floating-point dtype of parameters; None means PyTorch's default."""
     if device is not None and not isinstance(device, torch.device):
         rule = 'device must be a torch.device, a name such as "cpu" or "cuda:0", or None'
         if isinstance(device, bool) or not isinstance(device, str | int):
@@ -47,10 +47,10 @@ def check_place(device: Any, dtype: Any) -> None:
 
 
 def check_rope_theta(rope_theta: Any) -> None:
-    """The base of the rotary frequencies, or None."""
+    """Checks the base of the rotary frequencies, or None."""
     if rope_theta is None:
         return
-    rule = "rope_theta must be None (no positions) or a number from {:g} to {:g}".format(*THETA_RANGE)
+    rule = "rope_theta must be None (no rotary positions) or a number from {:g} to {:g}".format(*THETA_RANGE)
     if isinstance(rope_theta, bool) or not isinstance(rope_theta, int | float):
         raise TypeError(f"{rule}, got {shown(rope_theta)}")
     if not THETA_RANGE[0] <= rope_theta <= THETA_RANGE[1]:  # NaN fails too
@@ -58,7 +58,7 @@ def check_rope_theta(rope_theta: Any) -> None:
 
 
 def check_hidden(hidden: Any, embed_dim: int | None = None) -> None:
-    """hidden [B, T, M]: a dense floating-point tensor of the model's width."""
+    """Checks that hidden is a dense floating-point tensor [B, T, M] of the model's width."""
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden must be a tensor [B, T, M], got {type(hidden).__name__}")
     check_layout("hidden", hidden)
@@ -74,9 +74,9 @@ def check_hidden(hidden: Any, embed_dim: int | None = None) -> None:
 
 
 def check_fits_weights(hidden: Tensor, layer: nn.Module) -> None:
-    """hidden has the dtype and device of a layer's weight; autocast converts the dtype itself."""
+    """Checks that hidden has the device of a layer's weight and, without autocast, its dtype."""
     if type(layer) is not nn.Linear:
-        return  # a layer that was put in its place (quantized, adapted) knows what it takes
+        return  # a quantised or adapted layer does its own checks
     weight = layer.weight
     if hidden.device != weight.device:
         raise ValueError(
@@ -93,58 +93,43 @@ def _converts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def check_padding(name: str, mask: Any, letters: str, shape: tuple[int, int], like: Tensor, told: str = "") -> None:
-    """A boolean mask of tokens on the device of `like`, or None."""
-    if mask is None:
-        return
+def check_padding(name: str, mask: Any, letters: str, shape: tuple[int, int], like: Tensor, note: str = "") -> None:
+    """Checks a boolean mask of tokens on the device of `like`, or None."""
     rule = f"{name} must be a boolean tensor {letters}, True for real tokens"
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{rule}, got {type(mask).__name__}")
-    check_layout(name, mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{rule}, got {_name(mask)}; use {name}.bool() for 0/1 masks")
-    if tuple(mask.shape) != shape:
-        raise ValueError(f"{name} must have shape {letters} = {list(shape)}{told}, got {list(mask.shape)}")
-    _check_device(name, mask, like)
+    _check_tokens(name, mask, rule, (torch.bool,), f"use {name}.bool() for 0/1 masks", like)
+    if mask is not None and tuple(mask.shape) != shape:
+        raise ValueError(f"{name} must have shape {letters} = {list(shape)}{note}, got {list(mask.shape)}")
 
 
 def check_segment_ids(segment_ids: Any, hidden: Tensor) -> None:
-    """Integers [B, T], one id a document, or None."""
-    if segment_ids is None:
-        return
-    rule = "segment_ids must be a tensor [B, T] of integers, one id a document"
-    if not isinstance(segment_ids, Tensor):
-        raise TypeError(f"{rule}, got {type(segment_ids).__name__}")
-    check_layout("segment_ids", segment_ids)
-    if segment_ids.dtype not in SEGMENT_DTYPES:
-        raise TypeError(f"{rule}, got {_name(segment_ids)}; convert them with .long()")
-    if segment_ids.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"segment_ids must have shape [B, T] = {list(hidden.shape[:2])}, got {list(segment_ids.shape)}"
-        )
-    _check_device("segment_ids", segment_ids, hidden)
+    """Checks integers [B, T], one id per document, or None."""
+    rule = "segment_ids must be a tensor [B, T] of integers, one id per document"
+    _check_tokens("segment_ids", segment_ids, rule, SEGMENT_DTYPES, "convert them with .long()", hidden)
+    shape = list(hidden.shape[:2])
+    if segment_ids is not None and list(segment_ids.shape) != shape:
+        raise ValueError(f"segment_ids must have shape [B, T] = {shape}, got {list(segment_ids.shape)}")
 
 
 def check_positions(positions: Any, hidden: Tensor) -> None:
-    """Real numbers [B, T], or [1, T] for all rows, or None."""
-    if positions is None:
-        return
+    """Checks real numbers [B, T], or [1, T] for all rows, or None."""
     rule = "positions must be a tensor [B, T] of integers or floats"
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"{rule}, got {type(positions).__name__}")
-    check_layout("positions", positions)
-    if positions.dtype not in (*SEGMENT_DTYPES, *DTYPES):
-        raise TypeError(f"{rule}, got {_name(positions)}; convert them with .long()")
-    batch, queries = hidden.shape[:2]
-    if tuple(positions.shape) not in ((batch, queries), (1, queries)):
+    _check_tokens("positions", positions, rule, (*SEGMENT_DTYPES, *DTYPES), "convert them with .long()", hidden)
+    shape = list(hidden.shape[:2])
+    if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
         raise ValueError(
-            f"positions must have shape [B, T] = [{batch}, {queries}], or [1, T] for all rows, got "
-            f"{list(positions.shape)}"
+            f"positions must have shape [B, T] = {shape}, or [1, T] for all rows, got {list(positions.shape)}"
         )
-    _check_device("positions", positions, hidden)
 
 
-def _check_device(name: str, x: Tensor, like: Tensor) -> None:
+def _check_tokens(name: str, x: Any, rule: str, dtypes: tuple[torch.dtype, ...], fix: str, like: Tensor) -> None:
+    """Checks type, layout, dtype and device of a tensor with one value per token; None is valid."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{rule}, got {type(x).__name__}")
+    check_layout(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{rule}, got {_name(x)}; {fix}")
     if x.device != like.device:
         raise ValueError(
             f"{name} must be on the device of hidden ({like.device}), got {x.device}; move it with "

@@ -1,4 +1,4 @@
-"""The modules of one layer: `AttentionMechanism` owns W_a, W_g and the sink, `SelfAttention` is the whole layer."""
+"""The modules of one layer: `AttentionMechanism` owns W_a, W_g and the sink; `SelfAttention` is a complete layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..ops import attention, count_visible_keys
 from ..ops.api import IMPLEMENTATIONS
 from ..ops.validation import (
     MAX_HEAD_DIM,
-    check_layout,
     check_one_of,
     check_query_key,
     check_visibility,
@@ -30,15 +29,16 @@ from .arguments import (
     check_size,
     check_sizes,
 )
+from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
-from .rotary import rotate
+from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
 from .scaling import AffineScale
 
-PLAIN_CAUSAL = {"is_causal": True}  # the arguments of a call that only the order of the tokens restricts
+PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
 
 class Coefficients(NamedTuple):
-    """What a mechanism hands to the operator; each is None where the mechanism has none."""
+    """The arguments that a mechanism passes to the operator; None for those that the mechanism does not have."""
 
     alpha: Tensor | None  # [B, H, T]
     beta: Tensor | None  # [B, H, T]
@@ -47,7 +47,7 @@ class Coefficients(NamedTuple):
 
 
 class AttentionMechanism(nn.Module):
-    """The parameters and state of one layer's mechanism: hidden states to alpha, beta, sink and gate.
+    """The parameters and state of one layer's mechanism: computes alpha, beta, sink and gate from hidden states.
 
     `is_plain` is True for plain softmax attention, which has none of the four.
 
@@ -58,7 +58,9 @@ class AttentionMechanism(nn.Module):
     """
 
     sink: Tensor | None
-    observer: Callable[..., None] | None = None  # sees (query, key, value, **arguments) of each call of the operator
+    observer: Callable[..., None] | None = (
+        None  # called with (query, key, value, **arguments) before each operator call
+    )
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class AttentionMechanism(nn.Module):
             self.sink.fill_(self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
     def check_can_generate(self) -> None:
-        """Raises where the mechanism cannot run with cached keys."""
+        """Raises if the mechanism cannot run with cached keys."""
         self.mechanism.check_can_generate()
 
     def coefficients(
@@ -120,9 +122,9 @@ class AttentionMechanism(nn.Module):
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         token_mask: Tensor | None = None,
     ) -> Coefficients:
-        """alpha, beta, sink and gate of a call; query and key only tell the visible keys, their values do not matter.
+        """Computes alpha, beta, sink and gate of a call; of query and key only the shapes are used.
 
-        `token_mask` [B, T] says which queries are real tokens; None takes the last T columns of a [B, S] mask.
+        `token_mask` [B, T] marks the queries that are real tokens; None means the last T columns of a [B, S] mask.
         """
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
         return self.rows(hidden, *self._prepare(hidden, query, key, visible, token_mask))
@@ -130,13 +132,13 @@ class AttentionMechanism(nn.Module):
     def _prepare(
         self, hidden: Tensor, query: Tensor, key: Tensor, visible: dict[str, Any], token_mask: Tensor | None
     ) -> tuple[Tensor | int | None, Tensor | None]:
-        """N of Eq. 8 and the mask of real tokens, of checked arguments."""
+        """Validates the arguments; returns N of Eq. 8 and the mask of real tokens."""
         self._check(hidden, query, key, visible, token_mask)
         num_keys = self._bias_divisor(query, key, **visible) if self.mechanism.bias else None
         return num_keys, real_tokens(visible["mask"], query.shape[2]) if token_mask is None else token_mask
 
     def rows(self, hidden: Tensor, num_keys: Tensor | int | None, token_mask: Tensor | None) -> Coefficients:
-        """`coefficients` where N of Eq. 8, from `bias_divisor`, and the mask of real tokens [B, T] are known."""
+        """`coefficients` for a known N of Eq. 8 (from `bias_divisor`) and a known mask of real tokens [B, T]."""
         alpha = beta = None
         scale = self.scale
         if scale is not None:
@@ -147,7 +149,8 @@ class AttentionMechanism(nn.Module):
         gate_proj: Any = self._modules.get("gate_proj")
         if gate_proj is None:
             return None
-        return torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        gate: Tensor = torch.sigmoid(gate_proj(hidden)).unflatten(-1, (self.num_heads, self.head_dim))
+        return gate.transpose(1, 2)
 
     def attend(
         self,
@@ -161,14 +164,16 @@ class AttentionMechanism(nn.Module):
         softmax_scale: float | None,
         visible: dict[str, Any],
     ) -> Tensor | None:
-        """The operator with the coefficients of `rows`, in one autograd node; None where that is not served.
+        """The operator with the coefficients of `rows` in one autograd node; None if that does not support the call.
 
-        `sink` is the layer's, or a rank's part of it; `visible` are the arguments of the operator for visible keys.
+        `sink` is the sink of the layer, or this rank's part of it; `visible` are the visibility arguments of the call.
         """
         scale: Any = self._modules.get("scale")
         if scale is None or visible != PLAIN_CAUSAL:
             return None
-        return scale.attend(hidden, query, key, value, num_keys, token_mask, sink, self._gate, softmax_scale)
+        arguments = (num_keys, token_mask, sink, self._gate, softmax_scale)
+        out: Tensor | None = scale.attend(hidden, query, key, value, *arguments)
+        return out
 
     def forward(
         self,
@@ -185,10 +190,10 @@ class AttentionMechanism(nn.Module):
         softmax_scale: float | None = None,
         impl: str = "auto",
     ) -> Tensor:
-        """The operator with this layer's coefficients: [B, H, T, D]."""
+        """Runs the operator with this layer's coefficients; returns [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
         num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
-        if self.observer is None and impl == "auto" and query.is_cuda:
+        if query.is_cuda and self.observer is None and type(impl) is str and impl == "auto":
             given = {name: each for name, each in visible.items() if each is not None}
             out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
             if out is not None:
@@ -214,9 +219,9 @@ class AttentionMechanism(nn.Module):
         window: int | None = None,
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | int:
-        """N of Eq. 8, as `bias_length` says: an integer, or a tensor that can be broadcast to [B, H, T].
+        """N of Eq. 8 according to `bias_length`: an integer, or a tensor that broadcasts to [B, H, T].
 
-        It depends on the shapes and the visible keys only: layers that share both can share it.
+        It depends only on the shapes and the visible keys, so layers with the same shapes and masks can share it.
         """
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
         check_query_key(query, key)
@@ -230,7 +235,7 @@ class AttentionMechanism(nn.Module):
                 return mask.sum(-1)[:, None, None].clamp(min=1)
             return max(num_keys, 1)
         if isinstance(length, int) and num_keys <= length:
-            return length  # no query can see more
+            return length  # no query sees more keys
         visible_keys = count_visible_keys(query, key, mask=mask, **visible)
         return visible_keys.clamp(min=length if isinstance(length, int) else 1)
 
@@ -254,7 +259,7 @@ class AttentionMechanism(nn.Module):
 
 
 def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
-    """The start values of parameters are numbers of their dtype."""
+    """Raises if an initial value overflows the dtype of its parameter."""
     largest = torch.finfo(torch.get_default_dtype() if dtype is None else dtype).max
     for name, value in (("sink_start", mechanism.sink_start), ("init_std", mechanism.init_std)):
         if abs(value) > largest:
@@ -262,7 +267,7 @@ def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
 
 
 def real_tokens(mask: Tensor | None, num_queries: int) -> Tensor | None:
-    """The queries that are real tokens [B, T] by a key mask [B, S]; None where a mask is absent or of another form."""
+    """The queries that are real tokens [B, T] according to a key mask [B, S]; None without such a mask."""
     if mask is None or mask.dim() != 2 or mask.shape[1] < num_queries:
         return None
     return mask[:, mask.shape[1] - num_queries :]
@@ -281,7 +286,7 @@ class SelfAttention(nn.Module):
         mechanism: a `Mechanism` or the name of a preset.
         head_dim: D, embed_dim // num_heads by default.
         window: a query sees its last `window` keys only.
-        rope_theta: base of the rotary frequencies; None means no positions.
+        rope_theta: base of the rotary frequencies; None disables rotary positions.
         impl: implementation of the operator, see `affine_attention.attention`.
     """
 
@@ -341,13 +346,13 @@ class SelfAttention(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, T, M] to [B, T, M].
+        """Maps hidden states [B, T, M] to [B, T, M].
 
         Args:
             mask: boolean [B, S], True for real tokens; S counts the cached tokens too.
-            segment_ids: [B, T] documents packed into one row; cannot be used with a cache.
-            positions: [B, T] rotary positions; by default they count the real tokens of a row, from 0 in each segment.
-            cache: keys and values of earlier calls; the new ones are appended.
+            segment_ids: [B, T] ids of the documents packed into one row; cannot be used with a cache.
+            positions: [B, T] rotary positions; by default the real tokens of each segment are numbered from 0.
+            cache: keys and values of earlier calls, to which the new ones are appended.
         """
         check_hidden(hidden, self.mechanism.embed_dim)
         check_fits_weights(hidden, self.q_proj)
@@ -357,12 +362,12 @@ class SelfAttention(nn.Module):
             if not isinstance(cache, KeyValueCache):
                 raise TypeError(f"cache must be a KeyValueCache or None, got {type(cache).__name__}")
             if segment_ids is not None:
-                raise ValueError("segment_ids cannot be used with a cache: decode one document a row")
+                raise ValueError("segment_ids cannot be used with a cache; decode one document per row")
             self.mechanism.check_can_generate()
             cache.check_holds(batch, self.num_kv_heads, self.head_dim)
             past = cache.length
-        told = f" ({past} cached and {queries} new tokens)"
-        check_padding("mask", mask, "[B, S]", (batch, past + queries), hidden, told)
+        note = f" ({past} cached and {queries} new tokens)"
+        check_padding("mask", mask, "[B, S]", (batch, past + queries), hidden, note)
         check_segment_ids(segment_ids, hidden)
         check_positions(positions, hidden)
         query, key, value = (
@@ -370,106 +375,38 @@ class SelfAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is not None:
-            if positions is None:
-                positions = _default_positions(hidden, mask, segment_ids, past)
-            query, key = rotate(query, positions, self.rope_theta), rotate(key, positions, self.rope_theta)
+            cos, sin = self._cos_sin(query, mask, segment_ids, positions, past)
+            query, key = apply_rotation(query, cos, sin), apply_rotation(key, cos, sin)
         if cache is not None:
             key, value = cache.append(key, value)
         out = self.mechanism(
             hidden, query, key, value, mask=mask, is_causal=True, window=self.window, segment_ids=segment_ids,
             impl=self.impl,
         )  # fmt: skip
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _cos_sin(
+        self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None, positions: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles, which broadcast to [B, H, T, D/2]."""
+        assert self.rope_theta is not None
+        dtype, end = angle_dtype(query), past + query.shape[2]
+        if positions is not None or torch.compiler.is_compiling():  # a compiled graph fuses the computation
+            positions = _default_positions(query, mask, segment_ids, past) if positions is None else positions
+            return cos_sin(positions[:, None], self.head_dim, self.rope_theta, dtype)
+        cos, sin = cos_sin_table(end, self.head_dim, self.rope_theta, query.device, dtype)
+        if mask is None and segment_ids is None:
+            return cos[past:end], sin[past:end]
+        positions = _default_positions(query, mask, segment_ids, past)
+        return cos[positions][:, None], sin[positions][:, None]
 
 
-class KeyValueCache:
-    """Keys and values of one layer's earlier tokens. It can be cropped and reordered, for beams and rollbacks."""
-
-    def __init__(self) -> None:
-        self.key: Tensor | None = None
-        self.value: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return 0 if self.key is None else self.key.shape[2]
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds [B, G, T, D] and returns all that is held."""
-        for name, x, held in (("key", key, self.key), ("value", value, self.value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor [B, G, T, D], got {type(x).__name__}")
-            check_layout(name, x)
-            if x.dim() != 4:
-                raise ValueError(f"{name} must have 4 dimensions [B, G, T, D], got {x.dim()}: {list(x.shape)}")
-            if held is None:
-                continue
-            if x.shape[:2] != held.shape[:2] or x.shape[3] != held.shape[3]:
-                batch, groups, _, dim = held.shape
-                raise ValueError(
-                    f"{name} must have shape [B, G, T, D] = [{batch}, {groups}, T, {dim}] to follow what the cache "
-                    f"holds, got {list(x.shape)}; use a new KeyValueCache for another batch"
-                )
-            if x.dtype != held.dtype or x.device != held.device:
-                raise TypeError(
-                    f"{name} must have dtype and device of what the cache holds ({held.dtype}, {held.device}), got "
-                    f"({x.dtype}, {x.device}); use a new KeyValueCache"
-                )
-        if value.shape != key.shape:
-            raise ValueError(f"value must have the shape of key {list(key.shape)}, got {list(value.shape)}")
-        if self.key is not None and self.value is not None:
-            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
-        self.key, self.value = key, value
-        return key, value
-
-    def check_holds(self, batch: int, groups: int, dim: int) -> None:
-        """Raises where the cache cannot be that of a layer with these sizes; a new cache fits all."""
-        if self.key is None and self.value is None:
-            return
-        for name, x in (("keys", self.key), ("values", self.value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"cache must hold {name} as a tensor [B, G, S, D], got {type(x).__name__}")
-            fits = x.dim() == 4 and (x.shape[0], x.shape[1], x.shape[3]) == (batch, groups, dim)
-            if not fits or (isinstance(self.key, Tensor) and x.shape != self.key.shape):
-                raise ValueError(
-                    f"cache must hold {name} [B, G, S, D] = [{batch}, {groups}, S, {dim}], got {list(x.shape)}; use a "
-                    "new KeyValueCache for another batch or layer"
-                )
-
-    def crop(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(
-                f"length must be an integer from 0 to {self.length}, the cached tokens, got {shown(length)}"
-            )
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length must be 0 to {self.length}, the cached tokens, got {shown(length)}")
-        if self.key is not None and self.value is not None:
-            self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
-
-    def reorder(self, rows: Tensor) -> None:
-        """Makes row i of the batch what row rows[i] was."""
-        rule = "rows must be a tensor [B] of int32 or int64"
-        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{rule}, got {rows.dtype if isinstance(rows, Tensor) else shown(rows)}")
-        check_layout("rows", rows)
-        if rows.dim() != 1:
-            raise ValueError(f"{rule}, got shape {list(rows.shape)}")
-        if self.key is not None and self.value is not None:
-            batch = self.key.shape[0]
-            # On a GPU looking at the numbers would wait for the device.
-            if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
-                raise ValueError(
-                    f"rows must be 0 to {batch - 1}, the rows of the cache, got {int(rows.min())} to {int(rows.max())}"
-                )
-            self.key, self.value = self.key[rows], self.value[rows]
-
-
-def _default_positions(hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
-    """Positions [B, T] that count real tokens from 0, anew in each run of equal segment ids."""
-    batch, queries = hidden.shape[:2]
+def _default_positions(query: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
+    """Positions [B, T] or [1, T] that number the real tokens from 0, restarting in each run of equal segment ids."""
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-    positions = torch.arange(past, past + queries, device=hidden.device).expand(batch, queries)
+    positions = torch.arange(past, past + query.shape[2], device=query.device)[None]
     if segment_ids is None:
         return positions
     starts = torch.ones_like(segment_ids, dtype=torch.bool)

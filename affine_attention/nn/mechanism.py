@@ -1,4 +1,4 @@
-"""Names a mechanism: which of alpha, beta, sink and gate it has, and every setting that travels in a checkpoint."""
+"""Defines mechanisms: which of alpha, beta, sink and gate they have, and the settings saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SINKS = ("zero", "learned")
 BIAS_LENGTH_WORDS = ("visible", "keys")
 PAPER_TRAINING_LENGTH = 2048
 MAX_BIAS_LENGTH = 2**31 - 1
-LARGEST = 3.4e38  # of a setting that fills a parameter: fp32 holds it
+LARGEST = 3.4e38  # largest initial value of a parameter, finite in fp32
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,18 @@ class Mechanism:
     'sigmoid'
 
     Attributes:
-        name: what tables and checkpoints call it.
-        activation: phi of alpha = phi(W_a x): "linear_clipping" (the paper), "sigmoid", or None: no alpha.
+        name: its name in tables and checkpoints.
+        activation: phi of alpha = phi(W_a x): "linear_clipping" (the paper), "sigmoid", or None for no alpha.
         bias: True for beta = (running_alpha - alpha) / N (Eq. 8).
-        sink: "learned" (one logit a head), "zero" (off by one), or None.
-        gate: True for an output gate sigmoid(W_g x), one for each head and channel.
-        bias_length: N of Eq. 8. An integer L: max(L, visible keys), the paper's division at its training length L;
-            "visible": the visible keys of the query; "keys": the keys of the call (for comparison; cannot generate).
+        sink: "learned" (one logit per head), "zero" (off by one), or None.
+        gate: True for an output gate sigmoid(W_g x) per head and channel.
+        bias_length: N of Eq. 8. An integer L means max(L, visible keys), which is the paper's N if L is the training
+            length; "visible" means the visible keys of the query; "keys" means the keys of the call (for comparison
+            only, since it cannot generate).
         momentum: rho of the running average (Eq. 9).
-        running_alpha_start: its value before the first step (the paper: 0).
-        init_std: standard deviation of W_a and W_g at the start.
-        sink_start: the learned sink at the start.
+        running_alpha_start: initial value of the running average (the paper: 0).
+        init_std: standard deviation of the initial W_a and W_g.
+        sink_start: initial value of the learned sink.
     """
 
     name: str = "softmax"
@@ -80,23 +81,23 @@ class Mechanism:
         return not (self.bias and self.bias_length == "keys")
 
     def check_can_generate(self) -> None:
-        """Refuses to run with cached keys where every new key would change the earlier outputs."""
+        """Raises for a mechanism whose earlier outputs would change with every new key."""
         if not self.can_generate:
             raise ValueError(
-                'bias_length="keys" cannot generate: every new key would change the earlier outputs; train with an '
+                'bias_length="keys" cannot generate, since every new key would change earlier outputs; train with an '
                 'integer bias_length or "visible"'
             )
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> Mechanism:
-        """A preset of the table in the README, with settings changed by keyword."""
+        """Returns a preset, with settings replaced by keyword arguments."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"mechanism must be one of {', '.join(PRESETS)}, got {shown(name)}{_hint(name, PRESETS)}")
         _check_keys(settings)
         return replace(PRESETS[name], **settings)
 
     def extra_parameters(self, embed_dim: int, num_heads: int, head_dim: int) -> int:
-        """Parameters that the mechanism adds to one layer."""
+        """Number of parameters that the mechanism adds to one layer."""
         check_sizes(embed_dim, num_heads, head_dim)
         alpha = embed_dim * num_heads if self.has_alpha else 0
         gate = embed_dim * num_heads * head_dim if self.gate else 0
@@ -108,7 +109,7 @@ class Mechanism:
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Mechanism:
         if not isinstance(settings, dict):
-            raise TypeError(f"a mechanism is read from a dict of settings, got {type(settings).__name__}")
+            raise TypeError(f"settings must be a dict of mechanism settings, got {type(settings).__name__}")
         _check_keys(settings)
         return cls(**settings)
 
@@ -123,13 +124,13 @@ class Mechanism:
             settings = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"text must be the JSON of a mechanism's settings, as to_json writes it, got {shown(text)}: {error}"
+                f"text must be the JSON of a mechanism's settings, as written by to_json, got {shown(text)}: {error}"
             ) from error
         return cls.from_dict(settings)
 
 
 def as_mechanism(mechanism: Mechanism | str) -> Mechanism:
-    """Takes a Mechanism or the name of a preset."""
+    """Converts the name of a preset to its Mechanism; returns a Mechanism unchanged."""
     if isinstance(mechanism, Mechanism):
         return mechanism
     if isinstance(mechanism, str):
@@ -141,7 +142,9 @@ def _check_keys(settings: dict[str, Any]) -> None:
     known = [field.name for field in fields(Mechanism)]
     for key in settings:
         if key not in known:
-            raise ValueError(f"a mechanism has no setting {shown(key)}{_hint(key, known)}; it has {', '.join(known)}")
+            raise ValueError(
+                f"a mechanism has no setting {shown(key)}{_hint(key, known)}; its settings are {', '.join(known)}"
+            )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors to tensors: the operator and its implementations. Torch only; Triton is imported on first use."""
+"""The operator and its implementations: functions of tensors. They need torch only; Triton is imported on first use."""
 
 from .api import Choice, attention, attention_weights, count_visible_keys, explain
 from .decoding import decode_attention

@@ -1,7 +1,7 @@
-"""One call of the operator as one object: tensors, row coefficients, visibility and scale; and the same without memory.
+"""One call of the operator as one object, with its tensors (`AttentionCall`) and without their memory (`CallSpec`).
 
-`AttentionCall` is what an implementation computes. `CallSpec` is what a plan keeps of the first call of a kind: shapes,
-strides, dtypes and device, which decide how all calls of the kind are served.
+Every implementation takes an `AttentionCall`. A plan keeps the `CallSpec` of the first call with a signature: shapes,
+strides, dtypes and device, which determine the route of all calls with that signature.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .visibility import Visibility
 
-ROUNDS_TO_ZERO = 2.0**-150  # the largest softmax_scale that is 0 in fp32
+ROUNDS_TO_ZERO = 2.0**-150  # the largest softmax_scale that rounds to 0 in fp32
 
 
 class Rows(NamedTuple):
-    """The coefficients of the rows of a call; None where the call has none."""
+    """The coefficients of a call, by row or by head; None for those that the call does not have."""
 
     alpha: Tensor | None = None  # [B, H, T]
     beta: Tensor | None = None  # [B, H, T]
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A checked call. Every implementation takes one of these and returns the output [B, H, T, D]."""
+    """A validated call. Every implementation takes one and returns the output [B, H, T, D]."""
 
     query: Tensor
     key: Tensor
@@ -56,12 +56,12 @@ class AttentionCall(NamedTuple):
         nonnegative_alpha: bool = False,
         **rows: Any,
     ) -> AttentionCall:
-        """The call with alpha, beta, sink and gate given by keyword."""
+        """Builds a call with alpha, beta, sink and gate as keyword arguments."""
         return cls(query, key, value, Rows(**rows), visibility, softmax_scale, nonnegative_alpha)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The seven inputs that can have a gradient, in the order of the gradients that a backward returns."""
+        """The seven differentiable inputs, in the order in which a backward returns their gradients."""
         return self.query, self.key, self.value, *self.rows
 
     @property
@@ -70,16 +70,16 @@ class AttentionCall(NamedTuple):
 
     @property
     def has_positive_scale(self) -> bool:
-        """True where softmax_scale is above 0 in the dtype of the scores.
+        """True if softmax_scale is above 0 in the dtype of the scores.
 
-        The default is not compared: in a graph with a dynamic D it is symbolic, and the graph would be traced twice.
+        The default scale is not compared: with a dynamic D it is symbolic, and the comparison would cause a retrace.
         """
         return self.scale_is_default or self.softmax_scale > (
             0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO
         )
 
     def with_positive_scale(self) -> AttentionCall:
-        """The same scores with a positive scale: kernels mask and take the row maximum before they scale."""
+        """The same scores with a positive scale: kernels mask and compute row maxima before they apply the scale."""
         if self.has_positive_scale:
             return self
         if -self.softmax_scale > (0.0 if self.query.dtype == torch.float64 else ROUNDS_TO_ZERO):
@@ -88,7 +88,7 @@ class AttentionCall(NamedTuple):
 
 
 class TensorSpec:
-    """Shape, strides, dtype and device of a tensor, without its memory: what a plan keeps of its first call."""
+    """Shape, strides, dtype and device of a tensor, without its memory."""
 
     __slots__ = ("_strides", "device", "dtype", "shape")
 
@@ -117,7 +117,7 @@ class TensorSpec:
 
     @property
     def fresh_strides(self) -> tuple[int, ...]:
-        """The strides of torch.empty_like of such a tensor."""
+        """The strides that torch.empty_like would give such a tensor."""
         like = torch.empty_strided(self.shape, self._strides, dtype=self.dtype, device="meta")
         return tuple(torch.empty_like(like).stride())
 
@@ -136,7 +136,7 @@ class RowSpecs(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """An `AttentionCall` without memory. The tensors of its visibility are specs, too."""
+    """An `AttentionCall` without memory; the tensors of its visibility are specs as well."""
 
     query: TensorSpec
     key: TensorSpec

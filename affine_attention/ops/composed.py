@@ -1,8 +1,8 @@
-"""alpha * SDPA + beta * (sum of visible values): every device, no T x S matrix.
+"""Computes alpha * SDPA + beta * (sum of visible values) with PyTorch kernels, on every device, without a T x S matrix.
 
 F7  out = gate * (alpha O + beta * sum of visible v), O from ops/tiles.py, the sums from ops/visibility.py
 
-The backward is B1 to B6 of ops/README.md: the softmax part through the kernels' own backward, and one reversed sum of
+The backward is B1 to B6 of ops/README.md: the backward of the kernels for the softmax part, and a reversed sum of
 beta * E for the values.
 """
 
@@ -17,30 +17,31 @@ from torch.nn.functional import pad
 
 from .call import AttentionCall
 from .dtypes import row_dtype, sum_dtype
-from .shield import poison, shield
+from .nonfinite_keys import nan_where_seen, zero_nonfinite
 from .tiles import softmax_backward, softmax_forward
 from .visibility import Visibility
 
-CHUNK_ELEMENTS = 2**20  # of query: a part of the backward whose temporaries hardly raise the peak memory
+CHUNK_ELEMENTS = 2**20  # elements of query per chunk of the backward: its temporaries hardly raise the peak memory
 
 
 def composed_attention(call: AttentionCall) -> Tensor:
-    """F1 to F7 for any visibility, differentiable once in every tensor."""
+    """F1 to F7 for any visibility; differentiable once in every tensor."""
     call = call.with_positive_scale()
     query, key, value, (alpha, beta, sink, gate) = call[:4]
     dim = query.shape[-1]
     if query.device.type == "cuda" and dim % 8:
-        # CUDA kernels read vectors of 8; zeros change neither scores nor sums.
+        # CUDA kernels read vectors of 8 elements; padding with zeros changes neither scores nor sums.
         query, key, value = (pad(x, (0, -dim % 8)) for x in (query, key, value))
         gate = None if gate is None else pad(gate, (0, -dim % 8))
-    out = _Composed.apply(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
+    run: Any = _Composed.apply
+    out = run(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
     return out[..., :dim]
 
 
 class _Saved(NamedTuple):
-    """What the forward leaves to the backward.
+    """The tensors saved for the backward.
 
-    `softmax_out` and `lse` include the sink; `empty` marks the rows that see nothing (None: there are none).
+    `softmax_out` and `lse` include the sink; `empty` marks the rows that see no key (None: there are none).
     """
 
     query: Tensor
@@ -55,7 +56,7 @@ class _Saved(NamedTuple):
     sink: Tensor | None
 
     def part(self, rows: slice) -> _Saved:
-        """A part of the batch; the sink has no batch."""
+        """Slices all tensors but the sink, which has no batch dimension."""
         parts: list[Any] = [None if x is None else x[rows] for x in self[:-1]]
         return _Saved._make([*parts, self.sink])
 
@@ -84,35 +85,35 @@ class _Composed(torch.autograd.Function):
         visibility: Visibility,
         softmax_scale: float,
     ) -> Tensor:
-        clean_key, clean_value, broken = shield(key, value)
-        softmax_out, lse, empty, kept = softmax_forward(query, clean_key, clean_value, sink, visibility, softmax_scale)
+        clean_key, clean_value, nonfinite = zero_nonfinite(key, value)
+        softmax_out, lse, empty, aux = softmax_forward(query, clean_key, clean_value, sink, visibility, softmax_scale)
         ctx.save_for_backward(*_Saved(query, key, value, alpha, beta, gate, softmax_out, lse, empty, sink))
-        ctx.visibility, ctx.softmax_scale, ctx.kept = visibility, softmax_scale, kept
+        ctx.visibility, ctx.softmax_scale, ctx.aux = visibility, softmax_scale, aux
 
         alpha, beta, gate = (_without_rows(x, empty) for x in (alpha, beta, gate))
         out = _scale_and_shift(softmax_out, clean_value, alpha, beta, visibility)
         if gate is not None:
             out = gate * out
-        poison_BHT1 = poison(broken, visibility, query.shape[1], out.dtype)
-        if poison_BHT1 is not None:
-            out = out + poison_BHT1
-        # Without alpha, beta and gate this is the tensor that is saved: nothing is kept twice. No conversion to its own
-        # dtype: in a graph of torch 2.11 the result counts as another output, and every gradient is silently 0.
+        nan_BHT1 = nan_where_seen(nonfinite, visibility, query.shape[1], out.dtype)
+        if nan_BHT1 is not None:
+            out = out + nan_BHT1
+        # Without alpha, beta and gate this is the saved tensor itself, so no second copy is kept. It is not converted
+        # to its own dtype: in a graph of torch 2.11 the result would be another output, and all gradients silently 0.
         return out if out.dtype == query.dtype else out.to(query.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved = _Saved(*ctx.saved_tensors)
         need = _Gradients(*ctx.needs_input_grad[:7])
         chunks = _batch_chunks(saved.query)
         if len(chunks) == 1:
-            grads = _gradients(grad_out, saved, need, ctx.visibility, ctx.softmax_scale, ctx.kept)
+            grads = _gradients(grad_out, saved, need, ctx.visibility, ctx.softmax_scale, ctx.aux)
             return *grads, None, None
         total: dict[str, Tensor] = {}
         for rows in chunks:
             part = _gradients(
-                grad_out[rows], saved.part(rows), need, ctx.visibility.for_batch(rows), ctx.softmax_scale, ctx.kept
+                grad_out[rows], saved.part(rows), need, ctx.visibility.for_batch(rows), ctx.softmax_scale, ctx.aux
             )
             for name, grad in part._asdict().items():
                 if grad is None:
@@ -123,29 +124,31 @@ class _Composed(torch.autograd.Function):
                     if name not in total:
                         total[name] = grad.new_empty((grad_out.shape[0], *grad.shape[1:]))
                     total[name][rows] = grad
-            del part, grad  # otherwise two parts are in memory at a time
+            del part, grad  # otherwise two chunks are in memory at a time
         return *_Gradients(**total), None, None
 
 
 def _batch_chunks(query: Tensor) -> list[slice]:
-    """Parts of the batch for one pass each; on other devices than the CPU one launch for all is faster."""
+    """Chunks of the batch; only the CPU uses several, since one launch for the whole batch is faster on a GPU."""
     batch = query.shape[0]
     if torch.compiler.is_compiling():
-        return [slice(0, batch)]  # the compiler plans memory, and a number of parts would make the lengths static
+        return [
+            slice(0, batch)
+        ]  # the compiler plans memory, and computing the number of chunks would make the lengths static
     parts = min(batch, query.numel() // CHUNK_ELEMENTS) if query.device.type == "cpu" else 1
     size = -(-batch // parts) if parts > 1 else max(batch, 1)
     return [slice(first, min(first + size, batch)) for first in range(0, batch, size)] or [slice(0, 0)]
 
 
 def _gradients(
-    grad_out: Tensor, saved: _Saved, need: Any, visibility: Visibility, softmax_scale: float, kept: list[Any]
+    grad_out: Tensor, saved: _Saved, need: Any, visibility: Visibility, softmax_scale: float, aux: list[Any]
 ) -> _Gradients:
-    """B1 to B6; None for what is not needed."""
+    """B1 to B6; None for gradients that are not needed."""
     query, key, value, alpha, beta, gate, softmax_out, lse, empty, sink = saved
     query, alpha, beta, gate = (_without_rows(x, empty) for x in (query, alpha, beta, gate))
     grad_out = _without_rows(grad_out, empty)
     rows = row_dtype(query.dtype)
-    key, value, _ = shield(key, value)
+    key, value, _ = zero_nonfinite(key, value)
     grads: dict[str, Tensor] = {}
 
     if gate is not None and need.gate:
@@ -161,19 +164,19 @@ def _gradients(
             sink_weight = torch.exp(sink.to(rows)[:, None] - lse)
             grads["sink"] = -(sink_weight * delta).sum((0, 2), dtype=sum_dtype(rows)).to(sink.dtype)
     if beta is not None and need.beta:
-        sums = _value_sums(value, visibility)  # recomputed: cheaper than keeping it
+        sums = _value_sums(value, visibility)  # recomputed, since saving it would cost more
         grads["beta"] = _row_dot(_split_heads(inner, sums.shape[1]), sums[:, :, None]).flatten(1, 2).to(beta.dtype)
         del sums
 
     if need.query or need.key or need.value:
         from_beta = None if beta is None else _beta_to_value(inner, beta, value.shape[1], visibility)
         if alpha is not None:
-            # The CPU kernel's backward copies a gradient whose memory layout is not [B, T, H, D].
+            # The backward of the CPU kernel copies a gradient whose memory layout is not [B, T, H, D].
             laid_out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
             torch.mul(inner.transpose(1, 2), alpha.transpose(1, 2)[..., None], out=laid_out)
             inner = laid_out.transpose(1, 2)
         grads["query"], grads["key"], grads["value"] = softmax_backward(
-            inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, kept
+            inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, aux
         )
         if from_beta is not None:
             grads["value"] = (from_beta + grads["value"]).to(value.dtype)
@@ -181,7 +184,7 @@ def _gradients(
 
 
 def _without_rows(x: Any, empty_BHT: Tensor | None) -> Any:
-    """x [B, H, T] or [B, H, T, D] with 0 for the rows that see nothing: 0 times NaN or infinity is NaN."""
+    """Sets the rows of x [B, H, T] or [B, H, T, D] that see no key to 0, since 0 times NaN or infinity is NaN."""
     if x is None or empty_BHT is None:
         return x
     return x.masked_fill(empty_BHT if x.dim() == 3 else empty_BHT[..., None], 0)
@@ -190,7 +193,7 @@ def _without_rows(x: Any, empty_BHT: Tensor | None) -> Any:
 def _scale_and_shift(
     softmax_out: Tensor, value: Tensor, alpha: Tensor | None, beta: Tensor | None, visibility: Visibility
 ) -> Tensor:
-    """alpha O + beta * sum of visible v, in the row dtype when either is given."""
+    """alpha O + beta * sum of visible v, in the row dtype if either is given."""
     out = softmax_out
     if alpha is not None:
         out = alpha.to(row_dtype(out.dtype))[..., None] * out
@@ -204,7 +207,7 @@ def _scale_and_shift(
 
 
 def _value_sums(value: Tensor, visibility: Visibility) -> Tensor:
-    """Sum of visible values [B, G, T, D] (H for G under a mask that differs between heads), summed in better."""
+    """Sum of visible values [B, G, T, D], accumulated in sum_dtype; H for G if the mask differs between heads."""
     return visibility.sum_keys(value.to(sum_dtype(value.dtype))).to(row_dtype(value.dtype))
 
 
@@ -213,7 +216,7 @@ def _beta_to_value(inner: Tensor, beta: Tensor, groups: int, visibility: Visibil
     shared = _split_heads(inner, groups)
     weight = _split_heads(beta.to(row_dtype(inner.dtype))[..., None], groups)
     if visibility.pair_mask is not None and visibility.pair_mask.shape[1] > 1:
-        # A mask that differs between heads forbids adding heads up before the sum over queries.
+        # With a mask per head, the heads cannot be added before the sum over queries.
         summed = visibility.sum_queries((shared * weight).flatten(1, 2).to(sum_dtype(inner.dtype)))
         return _split_heads(summed, groups).sum(2).to(weight.dtype)
     total = shared[:, :, 0] * weight[:, :, 0]

@@ -1,7 +1,7 @@
-"""One or a few new queries against a cache: lengths per sequence, dense or paged. No gradients.
+"""Attention of one or a few new queries to a dense or paged cache, with a length per sequence and without gradients.
 
-On a CUDA GPU this is one pass over the cache (ops/fused/decode). Elsewhere the cache is made dense, and the same
-visibility becomes a small mask [B, 1, T, S] for `composed`.
+On a CUDA GPU this is one pass over the cache (ops/fused/decode). Elsewhere pages are gathered into a dense cache, and
+the visibility becomes a small mask [B, 1, T, S] for `composed`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def decode_attention(
     window: int | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """`attention` for generation: causal, and aligned to the real length of each sequence instead of the cache's size.
+    """`attention` for generation: causal, aligned to the length of each sequence instead of the size of the cache.
 
     Args:
-        query: [B, H, T, D], the last T tokens of each sequence; their keys are in the cache already.
-        key, value: the cache, [B, G, S, D]; with a block table [pages, page_size, G, D].
+        query: [B, H, T, D], the last T tokens of each sequence, whose keys are already in the cache.
+        key, value: the cache, [B, G, S, D], or [pages, page_size, G, D] with a block table.
         alpha, beta, sink, gate, window, softmax_scale: as in `attention`.
-        lengths: integers [B], how many keys of each sequence are real; None: all S. What lies behind is never read.
-        block_table: integers [B, n]; key j of sequence b lies in page block_table[b, j // page_size], slot
-            j % page_size. Entries that a length covers must be pages of the cache; they are not checked on a GPU.
+        lengths: integers [B], the number of keys of each sequence; None means all S. Later slots are never read.
+        block_table: integers [B, n]; key j of sequence b is in page block_table[b, j // page_size], slot
+            j % page_size. Entries within a length must be pages of the cache; this is not checked on a GPU.
 
     Returns:
         [B, H, T, D] in the dtype of query.
@@ -79,19 +79,19 @@ def decode_attention(
 
 
 def _shape_of_pages(cache: Tensor, block_table: Tensor) -> Tensor:
-    """Shape, dtype and device of the dense cache [B, G, S, D], without its memory."""
+    """A tensor with the shape, dtype and device of the dense cache [B, G, S, D], without its memory."""
     (batch, pages), (_, page_size, groups, dim) = block_table.shape, cache.shape
     return cache.new_empty(()).expand(batch, groups, pages * page_size, dim)
 
 
 def _gather_pages(cache: Tensor, block_table: Tensor) -> Tensor:
-    """The dense cache [B, G, S, D]; entries that no length covers stand for any page."""
+    """The dense cache [B, G, S, D]; table entries beyond the length of a sequence may select any page."""
     pages = block_table.long().clamp(0, cache.shape[0] - 1)
     return cache[pages].flatten(1, 2).transpose(1, 2)
 
 
 def _aligned(visibility: Visibility, lengths: Tensor | None) -> Visibility:
-    """The visibility with queries at the end of each sequence, not of the cache."""
+    """The visibility with the queries at the end of each sequence instead of the end of the cache."""
     if lengths is None:
         return visibility
     device, queries, keys = visibility.device, visibility.num_queries, visibility.num_keys

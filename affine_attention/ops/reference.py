@@ -1,11 +1,11 @@
-"""The equation as it is written, weights in the open: the oracle of every other implementation.
+"""The equation written out with explicit weights: the oracle for every other implementation.
 
 F1  s_ij  = q_i . k_j * softmax_scale
 F2  p_ij  = exp(s_ij) / (sum over visible j of exp(s_ij) + exp(sink))
 F3  w_ij  = alpha_i p_ij + beta_i on visible keys, 0 elsewhere
 F4  out_i = gate_i * sum_j w_ij v_j
 
-Gradients are autograd's. Half precisions are computed in fp32, fp64 in fp64.
+Gradients come from autograd. Half precision is computed in fp32, fp64 in fp64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .call import AttentionCall, Rows
 from .dtypes import row_dtype
-from .shield import poison, shield
+from .nonfinite_keys import nan_where_seen, zero_nonfinite
 
 
 def reference_weights(call: AttentionCall) -> Tensor:
@@ -26,7 +26,7 @@ def reference_weights(call: AttentionCall) -> Tensor:
     scores_BHTS = query.to(dtype) @ _repeat_heads(call.key, query.shape[1]).to(dtype).mT * call.softmax_scale
     scores_BHTS = scores_BHTS.masked_fill(~visible, -torch.inf)
 
-    # The largest score (or the sink) is subtracted so that exp cannot overflow; a row that sees nothing keeps 0.
+    # Subtract the largest score (or the sink) so that exp cannot overflow; a row that sees no key subtracts 0.
     largest_BHT1 = _row_max(scores_BHTS)
     if sink is not None:
         sink_H11 = sink.to(dtype)[:, None, None]
@@ -46,24 +46,24 @@ def reference_weights(call: AttentionCall) -> Tensor:
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
-    """F4 on top of `reference_weights`: the output [B, H, T, D] in the dtype of query."""
+    """F1 to F4: the output [B, H, T, D] in the dtype of query."""
     dtype = row_dtype(call.query.dtype)
     heads, visible = call.query.shape[1], call.visibility.dense()
     gate = _without_empty_rows(call, visible)[1].gate
-    key, value, broken = shield(call.key, call.value)
+    key, value, nonfinite = zero_nonfinite(call.key, call.value)
     weights_BHTS = reference_weights(call._replace(key=key))
     out_BHTD = weights_BHTS @ _repeat_heads(value, heads).to(dtype)
     if gate is not None:
         out_BHTD = gate.to(dtype) * out_BHTD
     out_BHTD = out_BHTD.masked_fill(~visible.any(-1, keepdim=True), 0)
-    poison_BHT1 = poison(broken, call.visibility, heads, dtype)
-    if poison_BHT1 is not None:
-        out_BHTD = out_BHTD + poison_BHT1
+    nan_BHT1 = nan_where_seen(nonfinite, call.visibility, heads, dtype)
+    if nan_BHT1 is not None:
+        out_BHTD = out_BHTD + nan_BHT1
     return out_BHTD.to(call.query.dtype)
 
 
 def _without_empty_rows(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Rows]:
-    """Query, alpha, beta and gate with 0 for the rows that see nothing: 0 times NaN or infinity is NaN."""
+    """Sets query, alpha, beta and gate of rows that see no key to 0, since 0 times NaN or infinity is NaN."""
     query, (alpha, beta, sink, gate) = call.query, call.rows
     empty = ~visible.any(-1)
     alpha, beta = (None if x is None else x.masked_fill(empty, 0) for x in (alpha, beta))

@@ -1,10 +1,10 @@
-"""PyTorch's attention kernels as pairs (forward, backward) that expose the log-sum-exp.
+"""PyTorch's attention kernels as (forward, backward) pairs that expose the log-sum-exp.
 
-`F.scaled_dot_product_attention` does not return the log-sum-exp. The kernels below it do, and their backward
-takes `out` and `lse` as inputs: exp(s - lse) are then the weights and rowsum(grad * out) is delta. Given the pair of a
-larger softmax (a sink, more keys in another tile) they return exact gradients of that larger softmax.
+`F.scaled_dot_product_attention` does not return the log-sum-exp. The ATen kernels behind it do, and their backward
+takes `out` and `lse` as inputs: it computes the weights exp(s - lse) and delta = rowsum(grad * out). Given `out` and
+`lse` of a larger softmax (with a sink, or with more keys in another tile), it returns the exact gradients of that one.
 
-A kernel gets a bias (0 or -inf, broadcastable to [B, H, T, S]) or none, and `is_causal` only for square tiles.
+A kernel gets an optional bias (0 or -inf, broadcastable to [B, H, T, S]), and `is_causal` only for square tiles.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch.nn.functional import pad
 from .dtypes import row_dtype
 
 aten = torch.ops.aten
-MATH_BLOCK = 256  # query rows that the plain kernel handles at a time
+MATH_BLOCK = 256  # query rows per step of the plain kernel
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One attention kernel of PyTorch: what it can take, its forward and its backward."""
+    """One attention kernel of PyTorch: which calls it supports, its forward and its backward."""
 
     name: str
 
     def why_not(self, query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> str | None:
-        """The reason why this kernel cannot serve the call, None when it can."""
+        """The reason why this kernel does not support the call, or None if it does."""
         raise NotImplementedError
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, softmax_scale: float
     ) -> tuple[Tensor, Tensor, Any]:
-        """(out [B, H, T, D], lse [B, H, T], what `backward` takes as `kept`)."""
+        """Returns out [B, H, T, D], lse [B, H, T] and the auxiliary values `aux` for `backward`."""
         raise NotImplementedError
 
     def backward(
@@ -53,7 +53,7 @@ class Kernel:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        kept: Any,
+        aux: Any,
         bias: Tensor | None,
         is_causal: bool,
         softmax_scale: float,
@@ -63,7 +63,7 @@ class Kernel:
 
 
 class CpuFlash(Kernel):
-    """The blocked CPU kernel: grouped heads, fp64 to fp16, and a bias together with is_causal."""
+    """The blocked CPU kernel: supports GQA, fp64 to fp16, and a bias together with is_causal."""
 
     def why_not(self, query, key, has_bias, is_causal):
         return None if query.device.type == "cpu" else f"needs cpu tensors, got {query.device.type}"
@@ -74,20 +74,20 @@ class CpuFlash(Kernel):
         )
         return out, lse, None
 
-    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+    def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=softmax_scale
         )
 
 
 class CudnnAttention(Kernel):
-    """cuDNN's kernel: the fastest on Hopper."""
+    """The cuDNN kernel, the fastest on Hopper."""
 
     def why_not(self, query, key, has_bias, is_causal):
         if has_bias:
-            return "is used without a mask only"
+            return "is used only without a mask"
         if not _cuda_allows(can_use_cudnn_attention, query, key, is_causal):
-            return "cuDNN does not take this device, dtype or head dim"
+            return "does not support this device, dtype or head dim"
         return None
 
     def forward(self, query, key, value, bias, is_causal, softmax_scale):
@@ -96,8 +96,8 @@ class CudnnAttention(Kernel):
         )
         return out, lse.reshape(lse.shape[:3]), (seed, offset, cum_q, cum_k, max_q, max_k, lse.shape)
 
-    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
-        seed, offset, cum_q, cum_k, max_q, max_k, lse_shape = kept
+    def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
+        seed, offset, cum_q, cum_k, max_q, max_k, lse_shape = aux
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, query, key, value, out, lse.reshape(lse_shape), seed, offset, None, cum_q, cum_k, max_q, max_k,
             0.0, is_causal, scale=softmax_scale,
@@ -109,9 +109,9 @@ class CudaFlash(Kernel):
 
     def why_not(self, query, key, has_bias, is_causal):
         if has_bias:
-            return "takes no mask"
+            return "does not support a mask"
         if not _cuda_allows(can_use_flash_attention, query, key, is_causal):
-            return "FlashAttention does not take this device, dtype or head dim"
+            return "does not support this device, dtype or head dim"
         return None
 
     def forward(self, query, key, value, bias, is_causal, softmax_scale):
@@ -120,8 +120,8 @@ class CudaFlash(Kernel):
         )
         return out, lse, (cum_q, cum_k, max_q, max_k, rng, unused)
 
-    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
-        cum_q, cum_k, max_q, max_k, rng, unused = kept
+    def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
+        cum_q, cum_k, max_q, max_k, rng, unused = aux
         return aten._scaled_dot_product_flash_attention_backward(
             grad_out, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, 0.0, is_causal, rng, unused,
             scale=softmax_scale,
@@ -129,12 +129,12 @@ class CudaFlash(Kernel):
 
 
 class CudaEfficient(Kernel):
-    """The memory-efficient kernel: takes a bias and fp32; wants repeated key-value heads and padded rows."""
+    """The memory-efficient kernel: supports a bias and fp32; needs repeated key-value heads and padded rows."""
 
     def why_not(self, query, key, has_bias, is_causal):
         repeated = key[:, :1].expand(-1, query.shape[1], -1, -1)
         if not _cuda_allows(can_use_efficient_attention, query, repeated, is_causal):
-            return "the memory-efficient kernel does not take this device or dtype"
+            return "does not support this device or dtype"
         return None
 
     def forward(self, query, key, value, bias, is_causal, softmax_scale):
@@ -145,13 +145,13 @@ class CudaEfficient(Kernel):
         )
         return out, lse[:, :, : query.shape[2]], (seed, offset, lse.shape[2])
 
-    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
-        seed, offset, rows = kept
+    def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
+        seed, offset, rows = aux
         groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         lse = pad(lse, (0, rows - lse.shape[2]), value=torch.inf)
         # In half precision the kernel computes delta itself and assumes that `out` is [B, T, H, D] in memory, whatever
-        # its strides are: with another layout the gradients of query and key are silently wrong.
+        # its strides: with any other layout the gradients of query and key are silently wrong.
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_out, query, key, value, _full_bias(bias, query, key), out, lse, seed, offset, 0.0,
@@ -161,7 +161,7 @@ class CudaEfficient(Kernel):
 
 
 class Plain(Kernel):
-    """Matrix multiplications and an explicit softmax, some rows at a time: every device and dtype."""
+    """Matrix multiplications and an explicit softmax, MATH_BLOCK rows at a time, for every device and dtype."""
 
     def why_not(self, query, key, has_bias, is_causal):
         return None
@@ -175,7 +175,7 @@ class Plain(Kernel):
             lses.append(lse)
         return torch.cat(outs, 2).to(query.dtype), torch.cat(lses, 2), None
 
-    def backward(self, grad_out, query, key, value, out, lse, kept, bias, is_causal, softmax_scale):
+    def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
         dtype, groups = row_dtype(query.dtype), key.shape[1]
         repeats = query.shape[1] // groups
         value_BHSD = value.to(dtype).repeat_interleave(repeats, 1)
@@ -187,7 +187,7 @@ class Plain(Kernel):
             grad = grad_out[:, :, rows].to(dtype)
             dv = dv + weights.mT @ grad
             ds = weights * (grad @ value_BHSD.mT - delta_BHT[:, :, rows, None]) * softmax_scale
-            ds = ds.masked_fill(weights == 0, 0)  # grad @ value may be inf for a key that is not seen
+            ds = ds.masked_fill(weights == 0, 0)  # grad @ value may be inf for a masked key
             dq.append(ds @ key_BHSD)
             dk = dk + ds.mT @ query[:, :, rows].to(dtype)
         grads = torch.cat(dq, 2), _sum_repeats(dk, groups), _sum_repeats(dv, groups)
@@ -202,7 +202,7 @@ class Plain(Kernel):
             rows = slice(first, min(first + MATH_BLOCK, query.shape[2]))
             scores = query[:, :, rows].to(dtype) @ key_BHDS * softmax_scale
             if bias is not None:
-                # Replaced, not added: the score of an invisible key may be +inf, and inf - inf is NaN.
+                # Replace instead of add: the score of a masked key may be +inf, and inf - inf is NaN.
                 hidden = (bias if bias.shape[2] == 1 else bias[:, :, rows]) == -torch.inf
                 scores = scores.masked_fill(hidden, -torch.inf)
             if is_causal:
@@ -213,11 +213,11 @@ class Plain(Kernel):
 
 CPU_KERNELS: tuple[Kernel, ...] = (CpuFlash("cpu_flash"),)
 CUDA_KERNELS: tuple[Kernel, ...] = (CudnnAttention("cudnn"), CudaFlash("flash"), CudaEfficient("efficient"))
-PLAIN = Plain("plain")
+PLAIN: Kernel = Plain("plain")
 
 
 def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -> tuple[Kernel, str]:
-    """The fastest kernel of PyTorch that can serve the call, and why: first in the measured order that does."""
+    """Returns the first kernel that supports the call, fastest first as measured, and the reason for the choice."""
     candidates = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}.get(query.device.type, ())
     refusals: list[str] = []
     for kernel in candidates:
@@ -230,14 +230,14 @@ def choose_kernel(query: Tensor, key: Tensor, has_bias: bool, is_causal: bool) -
 
 def _cuda_allows(rule: Callable[..., bool], query: Tensor, key: Tensor, is_causal: bool) -> bool:
     if torch.compiler.is_compiling():
-        # PyTorch's own check cannot be traced: take the memory-efficient kernel, which has the fewest limits.
+        # PyTorch's check cannot be traced, so use the memory-efficient kernel, which has the fewest restrictions.
         return rule is can_use_efficient_attention and query.dtype != torch.float64
     params = SDPAParams(query, key, key, None, 0.0, is_causal, query.shape[1] != key.shape[1])
     return bool(rule(params, False))
 
 
 def _full_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The kernel reads rows of the bias in vectors of 16: the last dim is padded in memory and cut in view."""
+    """Pads the rows of the bias in memory, because the kernel reads them in vectors of 16 elements."""
     if bias is None:
         return None
     keys = key.shape[2]
@@ -246,7 +246,7 @@ def _full_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None
 
 
 def _sum_repeats(grad_BHSD: Tensor, groups: int) -> Tensor:
-    """Adds up the gradients of query heads that share a key-value head."""
+    """Sums the gradients of the query heads that share a key-value head."""
     batch, heads, keys, dim = grad_BHSD.shape
     if heads == groups:
         return grad_BHSD

@@ -1,12 +1,12 @@
-"""Softmax attention over any visibility, cut into tiles that PyTorch's kernels serve without a T x S mask.
+"""Softmax attention over any visibility, split into tiles that PyTorch's kernels support without a T x S mask.
 
-Tiles are whole rectangles, causal squares and, for windows and segments, a few query rows at a time with a small mask.
-Tiles of the same rows are merged through their log-sum-exp, and the sink enters the same way:
+Tiles are unmasked rectangles, causal squares and, for windows and segments, blocks of query rows with a small mask.
+Tiles of the same rows are merged by their log-sum-exp. The sink is merged in the same way:
 
 F5  lse = log(exp(lse_1) + exp(lse_2));  O = O_1 exp(lse_1 - lse) + O_2 exp(lse_2 - lse)
 F6  the sink is a tile with log-sum-exp `sink` and O = 0
 
-The backward calls each tile's own backward with the merged O and lse, which gives exact gradients.
+The backward runs the backward of each tile with the merged O and lse, which gives exact gradients.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .dtypes import row_dtype
 from .sdpa import PLAIN, Kernel, choose_kernel
 from .visibility import Visibility
 
-QUERY_BLOCK = 256  # rows that share one small mask; the CPU kernel's own block of queries
+QUERY_BLOCK = 256  # rows that share one small mask; also the query block of the CPU kernel
 
 
 class Tile(NamedTuple):
-    """A block of (queries x keys) for one kernel call. Causal tiles are square and aligned to the diagonal.
+    """A block of queries x keys for one kernel call. Causal tiles are square and aligned to the diagonal.
 
-    Numbers, not slices: a compiled graph keeps a number dynamic, and specializes on one inside a slice.
+    Bounds are integers, not slices: a compiled graph keeps an integer dynamic but specialises on one inside a slice.
     """
 
     first_query: int
@@ -46,18 +46,18 @@ class Tile(NamedTuple):
         return slice(self.first_key, self.stop_key)
 
     def covers(self, num_queries: int, num_keys: int) -> bool:
-        """True where the tile is the whole call."""
+        """True if the tile is the whole call."""
         starts = self.first_query == 0 and self.first_key == 0
         return starts and self.stop_query == num_queries and self.stop_key == num_keys
 
 
 def plan(visibility: Visibility, device_type: str) -> list[list[Tile]]:
-    """Groups of tiles of the same query rows; rows that no group covers see nothing."""
+    """Returns groups of tiles with the same query rows; rows outside of all groups see no key."""
     queries, keys = visibility.num_queries, visibility.num_keys
     if queries == 0 or keys == 0:
         return []
     ranges_only = visibility.window is None and visibility.query_segments is None and visibility.pair_mask is None
-    # Only the CPU kernel takes a [B, 1, 1, S] mask together with is_causal without expanding it.
+    # Only the CPU kernel supports a [B, 1, 1, S] mask together with is_causal without expanding it.
     if ranges_only and (visibility.key_mask is None or device_type == "cpu"):
         return _rectangles(queries, keys, visibility.is_causal, "none" if visibility.key_mask is None else "keys")
     groups = []
@@ -83,21 +83,19 @@ def _rectangles(queries: int, keys: int, is_causal: bool, mask: Literal["none", 
 def softmax_forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, visibility: Visibility, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Any]]:
-    """The softmax output O [B, H, T, D], its log-sum-exp [B, H, T], the rows that see nothing [B, H, T] (None where
-    there are none) and what the tiles' backward takes as `kept`.
+    """Returns the softmax output O [B, H, T, D], its log-sum-exp [B, H, T], a mask of the rows that see no key
+    [B, H, T] (None: there are none), and `aux`, the auxiliary values of the tiles for `softmax_backward`.
 
-    The log-sum-exp of a row that sees nothing is +inf, so that exp(s - lse) is 0 in every backward.
+    The log-sum-exp of a row that sees no key is +inf, so that exp(s - lse) is 0 in every backward.
     """
     query, key, value = (_unit_stride(x) for x in (query, key, value))
-    kept, parts = [], []
+    aux, parts = [], []
     for tiles in plan(visibility, query.device.type):
-        out, lse, empty, tile_kept = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
-        kept.append(tile_kept)
+        out, lse, empty, tile_aux = _tile_forward(query, key, value, tiles[0], visibility, softmax_scale)
+        aux.append(tile_aux)
         for tile in tiles[1:]:
-            tile_out, tile_lse, tile_empty, tile_kept = _tile_forward(
-                query, key, value, tile, visibility, softmax_scale
-            )
-            kept.append(tile_kept)
+            tile_out, tile_lse, tile_empty, tile_aux = _tile_forward(query, key, value, tile, visibility, softmax_scale)
+            aux.append(tile_aux)
             out, lse = _merge(out, lse, tile_out, tile_lse)
             empty = None if empty is None or tile_empty is None else empty & tile_empty
         parts.append((tiles[0], out, lse, empty))
@@ -113,14 +111,14 @@ def softmax_forward(
             out[:, :, tile.queries] = part_out
             lse[:, :, tile.queries] = part_lse
             empty[:, :, tile.queries] = False if part_empty is None else part_empty
-    if empty is not None and _can_look(query) and not empty.any():
+    if empty is not None and _can_read_values(query) and not empty.any():
         empty = None
 
     if sink is not None:
         with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
         out = (out * _exp_difference(lse, with_sink)[..., None]).to(query.dtype)
         lse = with_sink
-    return out, lse.masked_fill(lse == -torch.inf, torch.inf), empty, kept
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), empty, aux
 
 
 def softmax_backward(
@@ -132,17 +130,17 @@ def softmax_backward(
     lse: Tensor,
     visibility: Visibility,
     softmax_scale: float,
-    kept: list[Any],
+    aux: list[Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `softmax_forward` in query, key and value, tile by tile."""
+    """Gradients of `softmax_forward` with respect to query, key and value, tile by tile."""
     query, key, value, grad_out = (_unit_stride(x) for x in (query, key, value, grad_out))
     tiles = [tile for tiles in plan(visibility, query.device.type) for tile in tiles]
     if len(tiles) == 1 and tiles[0].covers(query.shape[2], key.shape[2]):
-        return _tile_backward(grad_out, query, key, value, out, lse, tiles[0], visibility, softmax_scale, kept[0])
+        return _tile_backward(grad_out, query, key, value, out, lse, tiles[0], visibility, softmax_scale, aux[0])
     total = row_dtype(query.dtype)
     grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=total) for x in (query, key, value))
-    for tile, tile_kept in zip(tiles, kept, strict=True):
-        dq, dk, dv = _tile_backward(grad_out, query, key, value, out, lse, tile, visibility, softmax_scale, tile_kept)
+    for tile, tile_aux in zip(tiles, aux, strict=True):
+        dq, dk, dv = _tile_backward(grad_out, query, key, value, out, lse, tile, visibility, softmax_scale, tile_aux)
         grad_query[:, :, tile.queries] += dq
         grad_key[:, :, tile.keys] += dk
         grad_value[:, :, tile.keys] += dv
@@ -156,20 +154,20 @@ def _tile_forward(
     query, key, value = query[:, :, tile.queries], key[:, :, keys], value[:, :, keys]
     kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
     bias = _as_bias(visible, query.dtype)
-    out, lse, kept = kernel.forward(query, key, value, bias, tile.is_causal, softmax_scale)
+    out, lse, aux = kernel.forward(query, key, value, bias, tile.is_causal, softmax_scale)
     if query.device.type == "cpu":
         out, lse = _with_nan_queries(query, out, lse)
     if visible is None:
-        return out, lse, None, kept
+        return out, lse, None, aux
     broken = lse.isnan()
-    if _can_look(query) and broken.any():
-        # A kernel adds the bias. Where the score of an invisible key is +inf, inf - inf is NaN for the whole row.
+    if _can_read_values(query) and broken.any():
+        # Kernels add the bias: if the score of a masked key is +inf, inf - inf makes the whole row NaN.
         plain_out, plain_lse, _ = PLAIN.forward(query, key, value, bias, tile.is_causal, softmax_scale)
         out, lse = torch.where(broken[..., None], plain_out, out), torch.where(broken, plain_lse, lse)
-        kept = PLAIN.name
-    # Kernels disagree on what a row without keys returns (0, NaN, lse 0): set it here.
+        aux = PLAIN.name
+    # Kernels differ in what they return for a row without keys (0, NaN, lse 0), so set it here.
     empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
-    return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf), empty, kept
+    return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf), empty, aux
 
 
 def _tile_backward(
@@ -182,21 +180,21 @@ def _tile_backward(
     tile: Tile,
     visibility: Visibility,
     softmax_scale: float,
-    kept: Any,
+    aux: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     visible, keys = _tile_mask(tile, visibility)
     rows = tile.queries
     query, key, value = query[:, :, rows], key[:, :, keys], value[:, :, keys]
     kernel: Kernel = PLAIN
-    if kept != PLAIN.name:
+    if aux != PLAIN.name:
         kernel, _ = choose_kernel(query, key, visible is not None, tile.is_causal)
     arguments = (
-        grad_out[:, :, rows], query, key, value, out[:, :, rows], lse[:, :, rows].contiguous(), kept,
+        grad_out[:, :, rows], query, key, value, out[:, :, rows], lse[:, :, rows].contiguous(), aux,
         _as_bias(visible, query.dtype), tile.is_causal, softmax_scale,
     )  # fmt: skip
     dq, dk, dv = kernel.backward(*arguments)
-    if kernel is not PLAIN and _can_look(query) and dq.isnan().any():
-        # A kernel multiplies the weight 0 of an invisible key by grad . v, which overflows for values near 1e38.
+    if kernel is not PLAIN and _can_read_values(query) and dq.isnan().any():
+        # Kernels multiply the weight 0 of a masked key by grad . v, which overflows for values near 1e38.
         dq, dk, dv = PLAIN.backward(*arguments)
     if keys.start != tile.first_key or keys.stop != tile.stop_key:
         margins = (0, 0, keys.start - tile.first_key, tile.stop_key - keys.stop)
@@ -204,29 +202,29 @@ def _tile_backward(
     return dq, dk, dv
 
 
-def _can_look(x: Tensor) -> bool:
-    """True where looking at the data neither waits for a device nor breaks a graph."""
+def _can_read_values(x: Tensor) -> bool:
+    """True if reading values neither synchronises with a device nor breaks a graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _with_nan_queries(query: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN for rows with a NaN query, which the CPU kernel can take for rows without keys: out = 0 and lse = 0."""
-    lost = lse == 0
-    if _can_look(query) and not lost.any():
+    """Sets rows with a NaN query to NaN: the CPU kernel may return out = 0 and lse = 0, as for a row without keys."""
+    suspect = lse == 0
+    if _can_read_values(query) and not suspect.any():
         return out, lse
-    lost = lost & query.isnan().any(-1)
-    return out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
+    wrong = suspect & query.isnan().any(-1)
+    return out.masked_fill(wrong[..., None], torch.nan), lse.masked_fill(wrong, torch.nan)
 
 
 def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice]:
-    """The boolean mask of a tile, and its keys without those at the ends that no row of the tile sees."""
+    """The boolean mask of a tile and its keys, both trimmed to the keys that some row of the tile sees."""
     if tile.mask == "none":
         return None, tile.keys
     if tile.mask == "keys":
         assert visibility.key_mask is not None
         return visibility.key_mask[:, None, None, tile.keys], tile.keys
     visible = visibility.block(tile.queries, tile.keys)
-    if visible is None or not _can_look(visible):
+    if visible is None or not _can_read_values(visible):
         return visible, tile.keys
     seen = visible.flatten(0, 2).any(0).nonzero()
     if seen.numel() == 0:
@@ -236,7 +234,7 @@ def _tile_mask(tile: Tile, visibility: Visibility) -> tuple[Tensor | None, slice
 
 
 def _empty_rows(visible: Tensor, is_causal: bool, num_rows: int) -> Tensor:
-    """Rows of a masked tile that see no key: [1|B, 1|H, rows]. A causal tile is square and its mask one of keys."""
+    """Rows of a masked tile that see no key, [1|B, 1|H, rows]. The mask of a causal tile is a key mask."""
     if is_causal:
         return ~visible[:, :, 0].cummax(dim=-1).values.bool()
     return ~visible.any(-1).expand(-1, -1, num_rows)
@@ -256,10 +254,10 @@ def _merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[
 
 
 def _exp_difference(lse_part: Tensor, lse: Tensor) -> Tensor:
-    """exp(lse_part - lse), 0 where the part is empty (-inf minus -inf is NaN)."""
+    """exp(lse_part - lse), and 0 if the part is empty, where -inf minus -inf would be NaN."""
     return torch.exp(lse_part - lse).masked_fill(lse_part == -torch.inf, 0)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """Kernels take any strides but the last, and some give wrong numbers rather than an error for it."""
+    """Copies x if its last stride is not 1, which kernels do not support and for which some are silently wrong."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Checks the arguments of a call before any work is done; every error names argument, rule, value and way out."""
+"""Validates the arguments of a call; every error names the argument, the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SEGMENT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD_DIM = 256
 LARGEST_FLOAT = sys.float_info.max
-# Windows from here on are cut to T + S, which no distance exceeds. A smaller one is passed as it is: comparing it with
-# the lengths would tie a compiled graph to them.
+# Windows of at least this size are clamped to T + S, which exceeds every distance. Smaller windows are not compared
+# with the lengths, because a compiled graph would specialise on them.
 LARGE_WINDOW = 2**30
 
 
 def check_query(query: Any) -> None:
-    """query [B, H, T, D]: a dense tensor of floating-point numbers."""
+    """Checks that query is a dense floating-point tensor [B, H, T, D]."""
     _check_tensor("query", query, "[B, H, T, D]", 4)
 
 
 def check_query_key(query: Any, key: Any) -> None:
-    """query [B, H, T, D] and key [B, G, S, D]: rank, dtype, device, batch, head dim and heads fit."""
+    """Checks rank, dtype, device, batch, heads and head dim of query [B, H, T, D] and key [B, G, S, D]."""
     check_query(query)
     _check_tensor("key", key, "[B, G, S, D]", 4)
     if query.dtype not in DTYPES:
@@ -50,7 +50,7 @@ def check_query_key(query: Any, key: Any) -> None:
 
 
 def check_value(value: Any, query: Tensor, key: Tensor) -> None:
-    """value has the shape, dtype and device of key."""
+    """Checks that value has the shape, dtype and device of key."""
     _check_tensor("value", value, "[B, G, S, D]", 4)
     _check_same("value", value, query)
     if value.shape != key.shape:
@@ -58,7 +58,7 @@ def check_value(value: Any, query: Tensor, key: Tensor) -> None:
 
 
 def check_rows(query: Tensor, alpha: Any, beta: Any, sink: Any, gate: Any) -> None:
-    """alpha, beta [B, H, T], sink [H], gate [B, H, T, D]."""
+    """Checks alpha and beta [B, H, T], sink [H] and gate [B, H, T, D]."""
     batch, heads, queries, dim = query.shape
     for name, x, letters, shape in (
         ("alpha", alpha, "[B, H, T]", (batch, heads, queries)),
@@ -82,38 +82,37 @@ def check_rows(query: Tensor, alpha: Any, beta: Any, sink: Any, gate: Any) -> No
 def check_visibility(
     query: Tensor, key: Tensor, *, mask: Any, is_causal: Any, window: Any, segment_ids: Any
 ) -> Visibility:
-    """The four kinds of visibility as one checked object."""
-    batch, heads, queries = query.shape[:3]
-    keys = key.shape[2]
+    """Validates mask, is_causal, window and segment_ids and combines them into a Visibility."""
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     check_flag("is_causal", is_causal)
     check_window(window)
     if window is not None and window >= LARGE_WINDOW:
         window = min(window, queries + keys)
-    key_mask, pair_mask = _check_mask(mask, query, batch, heads, queries, keys)
-    query_segments, key_segments = _check_segments(segment_ids, query, batch, queries, keys)
+    key_mask, pair_mask = _check_mask(mask, query, keys)
+    query_segments, key_segments = _check_segments(segment_ids, query, keys)
     return Visibility(
         batch, queries, keys, query.device, is_causal, window, query_segments, key_segments, key_mask, pair_mask
     )
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False, and nothing that merely counts as one of them."""
+    """Checks that a value is True or False; truthy values of other types are errors."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_window(window: Any) -> None:
-    """None, or any integer from 1 on."""
+    """Checks that window is None or an integer of at least 1."""
     if window is None:
         return
     if isinstance(window, bool) or not isinstance(window, int):
         raise TypeError(f"window must be an int or None, got {shown(window)}")
     if window < 1:
-        raise ValueError(f"window must be at least 1 (1 = a query sees its own position only), got {shown(window)}")
+        raise ValueError(f"window must be at least 1 (1: a query sees only its own position), got {shown(window)}")
 
 
 def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
-    """One of the known names."""
+    """Checks that a value is one of the known names."""
     if not isinstance(value, str) or value not in known:
         near = get_close_matches(value, known, n=1) if isinstance(value, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -121,26 +120,27 @@ def check_one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def check_softmax_scale(softmax_scale: Any, dim: int) -> float:
-    """The given scale, or 1/sqrt(D)."""
+    """Returns the validated scale; None means 1/sqrt(D)."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(dim)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float):
         raise TypeError(f"softmax_scale must be a number or None (1/sqrt(D)), got {shown(softmax_scale)}")
-    # math.isfinite breaks the graph for a traced float, and takes no integer beyond the largest float.
+    # math.isfinite causes a graph break for a traced float, and fails for integers above the largest float.
     if not -LARGEST_FLOAT <= softmax_scale <= LARGEST_FLOAT:
         raise ValueError(f"softmax_scale must be finite, got {shown(softmax_scale)}; None means 1/sqrt(D)")
     return float(softmax_scale)
 
 
-def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+def _check_mask(mask: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | None]:
     if mask is None:
         return None, None
+    batch, heads, queries = query.shape[:3]
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a boolean tensor [B, S] or [B, 1|H, T, S], got {type(mask).__name__}")
     check_layout("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"mask must be boolean, True where a key may be seen, got {_name(mask.dtype)}; "
+            f"mask must be boolean, True for visible keys, got {_name(mask.dtype)}; "
             "use mask.bool() for 0/1 masks and mask == 0 for additive ones"
         )
     _check_device("mask", mask, query)
@@ -154,9 +154,10 @@ def _check_mask(mask, query, batch, heads, queries, keys) -> tuple[Tensor | None
     )
 
 
-def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | None, Tensor | None]:
+def _check_segments(segment_ids: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | None]:
     if segment_ids is None:
         return None, None
+    batch, queries = query.shape[0], query.shape[2]
     if isinstance(segment_ids, Tensor):
         if queries != keys:
             raise ValueError(
@@ -172,7 +173,7 @@ def _check_segments(segment_ids, query, batch, queries, keys) -> tuple[Tensor | 
         check_layout("segment_ids", x)
         if x.dtype not in SEGMENT_DTYPES:
             raise TypeError(
-                f"segment_ids must be integers, one id a document, got {_name(x.dtype)}; convert them with .long()"
+                f"segment_ids must be integers, one id per document, got {_name(x.dtype)}; convert them with .long()"
             )
         if tuple(x.shape) != (batch, length):
             raise ValueError(f"segment_ids must have shape {letters} = [{batch}, {length}], got {list(x.shape)}")
@@ -191,11 +192,11 @@ def _check_tensor(name: str, x: Any, letters: str, rank: int) -> None:
 
 
 def check_layout(name: str, x: Tensor) -> None:
-    """A dense tensor: not sparse, nested or MKL-DNN's."""
+    """Checks that a tensor is dense: not sparse, nested or MKL-DNN."""
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else _name(x.layout).lstrip("_")
         way_out = "torch.nested.to_padded_tensor and a mask" if x.is_nested else f"{name}.to_dense()"
-        raise TypeError(f"{name} must be a dense tensor, got a {kind} one; convert it with {way_out}")
+        raise TypeError(f"{name} must be a dense tensor, got a {kind} tensor; convert it with {way_out}")
 
 
 def _check_same(name: str, x: Tensor, query: Tensor) -> None:
@@ -220,25 +221,25 @@ def _name(dtype: torch.dtype | torch.layout) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for an error text, in 80 characters at most."""
+    """A value as text for an error message, at most 80 characters."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}" if not value.is_nested else "a nested tensor"
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print thousands of digits
+        return f"an integer of {value.bit_length()} bits"  # Python does not convert thousands of digits to text
     try:
         text = repr(value)
-    except Exception:  # an object whose repr raises, or a list of such integers
+    except Exception:  # repr of the object raises, or it contains such integers
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_lengths(lengths: Any, query: Tensor) -> None:
-    """lengths [B]: integers on the device of query."""
+    """Checks that lengths is None or a tensor [B] of integers on the device of query."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"lengths must be a tensor [B] of int32 or int64, one length a sequence, got {got}")
+        raise TypeError(f"lengths must be a tensor [B] of int32 or int64, one length per sequence, got {got}")
     check_layout("lengths", lengths)
     if tuple(lengths.shape) != (query.shape[0],):
         raise ValueError(f"lengths must have shape [B] = [{query.shape[0]}], got {list(lengths.shape)}")
@@ -246,7 +247,7 @@ def check_lengths(lengths: Any, query: Tensor) -> None:
 
 
 def check_pages(query: Any, key: Any, value: Any, block_table: Any, lengths: Tensor | None) -> None:
-    """key, value [pages, page_size, G, D] and block_table [B, n]; what no length covers may hold anything."""
+    """Checks key and value [pages, page_size, G, D] and block_table [B, n]; entries beyond a length are not checked."""
     for name, x in (("key", key), ("value", value)):
         _check_tensor(name, x, "[pages, page_size, G, D]", 4)
     if not isinstance(block_table, Tensor) or block_table.dtype not in (torch.int32, torch.int64):
@@ -259,12 +260,12 @@ def check_pages(query: Any, key: Any, value: Any, block_table: Any, lengths: Ten
         raise ValueError(f"block_table must have shape [B, n] with B = {query.shape[0]}, got {list(block_table.shape)}")
     _check_device("block_table", block_table, query)
     if block_table.device.type != "cpu":
-        return  # looking at the data would wait for the device
+        return  # reading values would synchronise
     used = block_table
     if lengths is not None:
         used = block_table[torch.arange(block_table.shape[1]) * key.shape[1] < lengths[:, None]]
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < key.shape[0]:
         raise ValueError(
-            f"block_table must hold pages 0 to {key.shape[0] - 1} where a length covers it, got {int(used.min())} to "
+            f"block_table must hold pages 0 to {key.shape[0] - 1} within the lengths, got {int(used.min())} to "
             f"{int(used.max())}"
         )

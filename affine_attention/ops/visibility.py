@@ -1,9 +1,9 @@
-"""Turns causal, window, segments and masks into one answer: which keys each query sees.
+"""Combines causal, window, segments and masks: which keys each query sees, and sums over them.
 
-Everything that depends on "the visible keys" is computed here: the block of a mask, the number of visible keys n_i, the
-sum of values over them, and its transpose. Sums never need a T x S tensor: within one segment the visible keys of a
-query are a contiguous range once the keys are sorted by (segment, position), so a sum is at most two look-ups in
-tables of partial sums. Only a dense `pair_mask`, which is T x S already, is summed by a product, block by block.
+Everything that depends on the visible keys is computed here: blocks of the mask, the number of visible keys n_i, the
+sum of values over them, and its transpose. Sums never need a T x S tensor: after sorting the keys by (segment,
+position), the visible keys of a query form a contiguous range, and a sum over a range takes at most two look-ups in
+tables of partial sums. Only a dense `pair_mask`, which already is T x S, is multiplied with the values, block by block.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-PAIR_BLOCK = 256  # query rows of a dense mask that are handled at a time
-FEW_QUERIES = 16  # up to here (decoding) a product with the small mask is cheaper than tables of partial sums
+PAIR_BLOCK = 256  # query rows of a dense mask per step
+FEW_QUERIES = 16  # up to this many queries (decoding), a matmul with the mask is cheaper than tables of partial sums
 
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """The kinds of visibility of one call; all that are given must agree for a key to be seen.
+    """The visibility of one call; a key is visible if all given conditions allow it.
 
-    Query i stands at position i + S - T (bottom-right aligned: the last query sees the last key).
-    `window` admits keys with |position - j| < window, so with `is_causal` the last `window` keys.
+    Query i has position i + S - T (bottom-right aligned: the last query sees the last key).
+    `window` allows keys j with |position - j| < window; with `is_causal` these are the last `window` keys.
     """
 
     batch: int
@@ -34,8 +34,8 @@ class Visibility:
     window: int | None = None
     query_segments: Tensor | None = None  # [B, T]
     key_segments: Tensor | None = None  # [B, S]
-    key_mask: Tensor | None = None  # [B, S], True = may be seen
-    pair_mask: Tensor | None = None  # [B, 1|H, T, S], True = may be seen
+    key_mask: Tensor | None = None  # [B, S], True = visible
+    pair_mask: Tensor | None = None  # [B, 1|H, T, S], True = visible
 
     @property
     def offset(self) -> int:
@@ -44,16 +44,16 @@ class Visibility:
 
     @property
     def has_ranges_only(self) -> bool:
-        """True when causal and window say it all: the visible keys of a row are known without looking at data."""
+        """True if only causal and window are used, so that the visible keys of a row do not depend on data."""
         return self.query_segments is None and self.key_mask is None and self.pair_mask is None
 
     @property
     def _sees_all(self) -> bool:
-        """True when, padding and a dense mask aside, every query sees every key."""
+        """True if every query sees every key, apart from padding and a dense mask."""
         return not self.is_causal and self.window is None and self.query_segments is None
 
     def for_batch(self, rows: slice) -> Visibility:
-        """The visibility of a part of the batch."""
+        """The visibility of some rows of the batch."""
 
         def part(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[rows]
@@ -68,7 +68,7 @@ class Visibility:
         )
 
     def key_bounds(self, first_query: int, last_query: int) -> tuple[int, int]:
-        """The keys [start, stop) that causal and window leave to the queries first..last (inclusive)."""
+        """The keys [start, stop) that causal and window allow for the queries first..last (inclusive)."""
         start, stop = 0, self.num_keys
         if self.is_causal:
             stop = last_query + self.offset + 1
@@ -79,7 +79,7 @@ class Visibility:
         return start, max(start, min(stop, self.num_keys))
 
     def block(self, queries: slice, keys: slice) -> Tensor | None:
-        """The boolean mask [1|B, 1|H, rows, cols] of a block, None where every pair is visible."""
+        """The boolean mask [1|B, 1|H, rows, cols] of a block; None if every pair is visible."""
         position_T = torch.arange(queries.start, queries.stop, device=self.device)[:, None] + self.offset
         key_S = torch.arange(keys.start, keys.stop, device=self.device)[None, :]
         visible = None
@@ -104,7 +104,7 @@ class Visibility:
         return visible.expand(*visible.shape[:2], rows, cols)
 
     def dense(self) -> Tensor:
-        """The whole mask [1|B, 1|H, T, S]; only for the reference and for diagnostics."""
+        """The dense mask [1|B, 1|H, T, S], for the reference implementation and diagnostics only."""
         mask = self.block(slice(0, self.num_queries), slice(0, self.num_keys))
         if mask is None:
             mask = torch.ones(1, 1, self.num_queries, self.num_keys, dtype=torch.bool, device=self.device)
@@ -121,21 +121,15 @@ class Visibility:
         ones_BS1 = torch.ones(self.batch, 1, self.num_keys, 1, dtype=torch.int64, device=self.device)
         return self.sum_keys(ones_BS1).squeeze(-1)
 
-    def real_keys(self) -> Tensor:
-        """The keys of the call that are not padding: [1|B, 1, 1], int64."""
-        if self.key_mask is not None:
-            return self.key_mask.sum(-1)[:, None, None]
-        return torch.full((1, 1, 1), self.num_keys, dtype=torch.int64, device=self.device)
-
     def sum_keys(self, x_BGSD: Tensor) -> Tensor:
         """Sum of x over the visible keys of each query: [B, G, T, D], in the dtype of x.
 
-        With a pair mask that differs between heads the result has one row for each query head: [B, H, T, D].
+        With a pair mask that differs between heads, the result has all query heads: [B, H, T, D].
         """
         if self.key_mask is not None:
             x_BGSD = x_BGSD.masked_fill(~self.key_mask[:, None, :, None], 0)
         if self.pair_mask is not None:
-            return self._sum_keys_by_product(x_BGSD)
+            return self._sum_keys_by_matmul(x_BGSD)
         if self.num_queries == 0 or self.num_keys == 0:
             return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], self.num_queries, x_BGSD.shape[-1])
         if self._sees_all:
@@ -144,13 +138,13 @@ class Visibility:
             before = x_BGSD[:, :, : self.offset].sum(dim=2, keepdim=True)
             return before + x_BGSD[:, :, self.offset :].cumsum(dim=2)
         if self.num_queries <= FEW_QUERIES:
-            return self._sum_keys_by_product(x_BGSD)
+            return self._sum_keys_by_matmul(x_BGSD)
         return _sum_ranges(x_BGSD, self.key_segments, self.query_segments, *self._range_of_queries())
 
     def sum_queries(self, x_BGTD: Tensor) -> Tensor:
         """The transpose of `sum_keys`: sum of x over the queries that see each key, [B, G, S, D]."""
         if self.pair_mask is not None:
-            summed = self._sum_queries_by_product(x_BGTD)
+            summed = self._sum_queries_by_matmul(x_BGTD)
         else:
             summed = self._sum_queries_by_range(x_BGTD)
         if self.key_mask is not None:
@@ -163,13 +157,13 @@ class Visibility:
         if self._sees_all:
             return x_BGTD.sum(dim=2, keepdim=True).expand(-1, -1, self.num_keys, -1)
         if self.is_causal and self.window is None and self.query_segments is None and self.offset >= 0:
-            # Summed from the end, not total - prefix: the sum of later rows must not be rounded by earlier ones.
+            # Sum from the end instead of total - prefix: cancellation would round the sum of the later rows.
             after = x_BGTD.flip(2).cumsum(dim=2).flip(2)
             return torch.cat([after[:, :, :1].expand(-1, -1, self.offset, -1), after], dim=2)
         return _sum_ranges(x_BGTD, self.query_segments, self.key_segments, *self._range_of_keys())
 
     def _range_of_queries(self) -> tuple[Tensor, Tensor]:
-        """Keys [start, stop) that causal and window leave to each query."""
+        """Keys [start, stop) that causal and window allow for each query."""
         position_T = torch.arange(self.num_queries, device=self.device) + self.offset
         start_T = torch.zeros_like(position_T)
         stop_T = torch.full_like(position_T, self.num_keys)
@@ -182,7 +176,7 @@ class Visibility:
         return start_T, torch.maximum(start_T, stop_T.clamp(0, self.num_keys))
 
     def _range_of_keys(self) -> tuple[Tensor, Tensor]:
-        """Queries [start, stop) to which causal and window show each key."""
+        """Queries [start, stop) that see each key according to causal and window."""
         query_S = torch.arange(self.num_keys, device=self.device) - self.offset
         start_S = torch.zeros_like(query_S)
         stop_S = torch.full_like(query_S, self.num_queries)
@@ -195,7 +189,7 @@ class Visibility:
         return start_S, torch.maximum(start_S, stop_S.clamp(0, self.num_queries))
 
     def _mask_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(queries, mask) of the dense mask, some rows at a time."""
+        """Yields (queries, mask) for blocks of rows of the dense mask."""
         for first in range(0, self.num_queries, PAIR_BLOCK):
             queries = slice(first, min(first + PAIR_BLOCK, self.num_queries))
             mask = self.block(queries, slice(0, self.num_keys))
@@ -203,7 +197,7 @@ class Visibility:
                 mask = torch.ones(1, 1, queries.stop - first, self.num_keys, dtype=torch.bool, device=self.device)
             yield queries, mask
 
-    def _sum_keys_by_product(self, x_BGSD: Tensor) -> Tensor:
+    def _sum_keys_by_matmul(self, x_BGSD: Tensor) -> Tensor:
         blocks = []
         for _, mask in self._mask_blocks():
             x_BMSD, mask = _match_heads(x_BGSD, mask)
@@ -212,7 +206,7 @@ class Visibility:
             return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], 0, x_BGSD.shape[-1])
         return torch.cat(blocks, dim=2)
 
-    def _sum_queries_by_product(self, x_BGTD: Tensor) -> Tensor:
+    def _sum_queries_by_matmul(self, x_BGTD: Tensor) -> Tensor:
         total = x_BGTD.new_zeros(self.batch, x_BGTD.shape[1], self.num_keys, x_BGTD.shape[-1])
         for queries, mask in self._mask_blocks():
             x_block, mask = _match_heads(x_BGTD[:, :, queries], mask)
@@ -221,7 +215,7 @@ class Visibility:
 
 
 def _match_heads(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeats key-value heads up to the heads of a mask that differs between heads."""
+    """Repeats key-value heads to match a mask that differs between heads."""
     heads = mask.shape[1]
     if heads > 1 and x.shape[1] not in (1, heads):
         x = x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -237,9 +231,9 @@ def _sum_ranges(
 ) -> Tensor:
     """Sums x [B, G, n, D] over source positions [start, stop) of each target, within the target's segment.
 
-    No difference of prefix sums: a huge or NaN value outside a range must not touch the sum of the range. Two
-    positions first <= last that part at bit `level` lie in the two halves of one block of 2^(level+1), so their sum is
-    a suffix sum of the left half plus a prefix sum of the right half, and contains nothing else.
+    It does not subtract prefix sums: a huge or NaN value outside of a range must not affect the sum of the range. If
+    `level` is the highest bit in which two positions first < last differ, they lie in the two halves of one block of
+    2^(level+1) positions, and the sum over first..last is a suffix sum of the left half plus a prefix sum of the right.
     """
     batch, groups, num_sources, dim = x.shape
     num_targets = start.shape[-1]
@@ -267,8 +261,8 @@ def _sum_ranges(
         suffix = halves[:, :, 0].flip(2).cumsum(2).flip(2)
         prefix = halves[:, :, 1].cumsum(2)
         table = torch.stack([suffix, prefix], dim=2)
-        parts_here = ((first ^ last) >> level) == 1
-        summed = torch.where(parts_here[:, :, None], pick(table, first) + pick(table, last), summed)
+        differs_here = ((first ^ last) >> level) == 1
+        summed = torch.where(differs_here[:, :, None], pick(table, first) + pick(table, last), summed)
     summed = summed.masked_fill(empty[:, :, None], 0)
     return summed.view(batch, num_targets, groups, dim).transpose(1, 2)
 
@@ -278,7 +272,7 @@ def _sorted_ranges(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the sources by (segment, position) and moves each target's range [start, stop) into that order.
 
-    Segments need not be contiguous and may hold any integers: the sort key uses the rank of an id, never its value.
+    Segments need not be contiguous and ids may be any integers: the sort key uses the rank of an id, not its value.
     """
     num_sources = source_segments.shape[1]
     sorted_ids, order = torch.sort(source_segments, dim=1, stable=True)
@@ -290,6 +284,6 @@ def _sorted_ranges(
     keys = source_rank * stride + order
     lower = torch.searchsorted(keys, first * stride + start)
     upper = torch.searchsorted(keys, first * stride + stop)
-    # Without this, a target whose segment no source has would get the range of the next id.
+    # A target whose segment id no source has would otherwise get the range of the next id.
     absent = first == last
     return order, lower.masked_fill(absent, 0), upper.masked_fill(absent, 0)

@@ -1,8 +1,8 @@
-"""Makes docs/hf-matrix.md: which feature works for which family and mechanism, each cell run on a tiny model.
+"""Writes docs/hf-matrix.md: which feature works for which family and mechanism, tested on tiny models.
 
     python -m tests.hf.matrix [--families llama gpt2] [--mechanisms affine sink] [--write]
 
-A feature is a function that raises where it does not hold. The same checks run as tests, with more cases each.
+A feature is a function that raises if the feature does not work. The test suite covers each with more cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "hf-matrix.md"
 
 
 class NotApplicable(Exception):
-    """The combination does not exist; the words say why."""
+    """The combination does not exist; the message says why."""
 
 
 def settings(mechanism: str) -> Mechanism:
@@ -81,7 +81,7 @@ def caches(family: str, mechanism: str) -> None:
 
 
 def generation(family: str, mechanism: str) -> None:
-    """greedy tokens: dynamic, static and no cache, alone and in a left-padded batch, are those of one forward"""
+    """greedy tokens with dynamic, static and no cache, for one prompt and padded batches, equal those of one forward"""
     model, rows = make_model(family, settings(mechanism)), prompts(2)
     told = each(model, rows, 8)
     static = {"cache_implementation": "static", "disable_compile": True}
@@ -93,7 +93,7 @@ def generation(family: str, mechanism: str) -> None:
 
 
 def checkpointing(family: str, mechanism: str) -> None:
-    """two steps with gradient checkpointing leave the same weights and running average, bit for bit"""
+    """two steps with gradient checkpointing give bitwise equal weights and running averages"""
     plain = make_model(family, settings(mechanism)).train()
     checked = copy.deepcopy(plain)
     checked.gradient_checkpointing_enable()
@@ -106,7 +106,7 @@ def compilation(family: str, mechanism: str) -> None:
     """two steps of the whole model compiled with fullgraph=True equal the eager ones"""
     eager = make_model(family, settings(mechanism)).train()
     if "num_experts_per_tok" in FAMILIES[family]:
-        eager.set_experts_implementation("batched_mm")  # the one that compiles on a CPU, attached or not
+        eager.set_experts_implementation("batched_mm")  # the only one that compiles on a CPU, attached or not
     traced = copy.deepcopy(eager)
     torch._dynamo.reset()
     call = torch.compile(traced, fullgraph=True, backend="aot_eager")
@@ -117,7 +117,7 @@ def compilation(family: str, mechanism: str) -> None:
 
 
 def saving(family: str, mechanism: str) -> None:
-    """save_pretrained and from_pretrained give the model back bit for bit"""
+    """save_pretrained and from_pretrained give a bitwise equal model"""
     model = make_model(family, settings(mechanism))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -125,7 +125,7 @@ def saving(family: str, mechanism: str) -> None:
 
 
 def weights(family: str, mechanism: str) -> None:
-    """output_attentions=True gives the weights of the dense formula"""
+    """output_attentions=True returns the weights of the dense formula"""
     model = double(family, mechanism)
     mine = model(make_tokens(), output_attentions=True, use_cache=False).attentions
     with oracle():
@@ -135,9 +135,9 @@ def weights(family: str, mechanism: str) -> None:
 
 
 def identity(family: str, mechanism: str) -> None:
-    """start="identity" changes no bit of the logits, and detach gives the old model back"""
+    """start="identity" keeps the logits bitwise equal, and detach restores the plain model"""
     if PRESETS[mechanism].sink:
-        raise NotApplicable("a sink takes weight from every key: there is no identity start")
+        raise NotApplicable("a sink reduces the weight of every key: there is no identity start")
     plain = plain_model(family)
     model = attach(copy.deepcopy(plain), mechanism, start="identity")
     assert torch.equal(model(make_tokens()).logits, plain(make_tokens()).logits)
@@ -150,7 +150,7 @@ FEATURES: tuple[Callable[[str, str], None], ...] = (
 
 
 def run(families: list[str], mechanisms: list[str]) -> dict[tuple[str, str, str], str]:
-    """The word of every cell: "ok", "-" or what went wrong."""
+    """Runs every cell and returns its result: "ok", "-" or the error."""
     cells = {}
     for family in families:
         begin = time.perf_counter()
@@ -165,19 +165,19 @@ def run(families: list[str], mechanisms: list[str]) -> dict[tuple[str, str, str]
                     word = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
                 cells[family, mechanism, feature.__name__] = word
         bad = sum(word not in ("ok", "-") for key, word in cells.items() if key[0] == family)
-        print(f"{family:10s} {time.perf_counter() - begin:6.1f} s   {bad} cells that do not hold", flush=True)
+        print(f"{family:10s} {time.perf_counter() - begin:6.1f} s   {bad} failed cells", flush=True)
     return cells
 
 
 def page(cells: dict[tuple[str, str, str], str], families: list[str], mechanisms: list[str]) -> str:
-    """The matrix as markdown: one row a family, one column a feature, mechanisms that hold in each cell."""
+    """The matrix as markdown: a row per family, a column per feature, the number of working mechanisms in each cell."""
     names = [feature.__name__ for feature in FEATURES]
     lines = [
         "# Families, mechanisms, features",
         "",
-        f"Made by `python -m tests.hf.matrix --write` with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.split('+')[0]}; every cell is a run on a tiny model of that family. A cell counts the "
-        f"mechanisms for which the feature holds, of {len(mechanisms)}: {', '.join(mechanisms)}.",
+        f"Written by `python -m tests.hf.matrix --write` with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]}; every cell was run on a tiny model of that family. A cell counts the "
+        f"mechanisms for which the feature works, of {len(mechanisms)}: {', '.join(mechanisms)}.",
         "",
         *(f"- **{feature.__name__}**: {feature.__doc__}" for feature in FEATURES),
         "",
@@ -194,7 +194,7 @@ def page(cells: dict[tuple[str, str, str], str], families: list[str], mechanisms
     lines += ["", "`identity` does not exist for mechanisms with a sink (off_by_one, sink): see `hf.attach`."]
     wrong = [f"- {f}, {m}, {n}: {word}" for (f, m, n), word in cells.items() if word not in ("ok", "-")]
     if wrong:
-        lines += ["", "## What does not hold", "", *wrong]
+        lines += ["", "## Failures", "", *wrong]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family, and an oracle: the same model with its attention written out, dense and in the open."""
+"""Tiny models of every family, and an oracle: the same model with a naive dense attention."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ SLIDING: dict[str, dict[str, Any]] = {
 
 
 def plain_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any):
-    """A tiny random model of a family, far enough from zero that mechanisms and masks matter."""
+    """A tiny random model of a family, with weights large enough for mechanisms and masks to matter."""
     config = transformers.AutoConfig.for_model(family, **(FAMILIES[family] | changes))
     torch.manual_seed(seed)
-    # The grouped product of the experts has no fp64.
+    # The grouped matmul of the experts does not support fp64.
     experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in FAMILIES[family] else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **experts).to(dtype)
     spread(model, 0.3)
@@ -66,7 +66,7 @@ def make_model(
     start: str = "fresh",
     **changes: Any,
 ):
-    """`plain_model` with a mechanism whose parameters are far from their start."""
+    """`plain_model` with a mechanism whose parameters are far from their initial values."""
     model = attach(plain_model(family, dtype, seed, **changes), mechanism, start)
     if start == "fresh":
         torch.manual_seed(seed + 1)
@@ -97,7 +97,7 @@ def make_tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
 
 @contextlib.contextmanager
 def oracle() -> Iterator[None]:
-    """Inside, attached models run on `naive_attention` and transformers' dense masks: only the weights are ours."""
+    """Within the context, attached models run `naive_attention` with transformers' dense masks."""
     functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     kept = functions[IMPLEMENTATION], masks[IMPLEMENTATION]
     functions[IMPLEMENTATION], masks[IMPLEMENTATION] = naive_attention, dense_mask
@@ -112,7 +112,7 @@ def dense_mask(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def naive_attention(module, query, key, value, attention_mask, scaling=None, affine_hidden=None, **_):
-    """The equation of ops/README.md, weights in the open, by hand."""
+    """The equation of ops/README.md, with explicit weights."""
     layer, settings = module.affine, module.affine.mechanism
     heads, repeats = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

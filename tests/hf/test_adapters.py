@@ -1,4 +1,4 @@
-"""PEFT on an attached model: adapters train, the mechanism can be trained with them, and both come back."""
+"""PEFT on an attached model: adapters train, with or without the mechanism, and both survive saving and loading."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lora_trains_saves_and_loads(family, with_mechanism, tmp_path):
     assert not torch.allclose(model(TOKENS).logits, before)
     model.save_pretrained(tmp_path)
     if not with_mechanism:
-        # Frozen with the base model, but its average has followed the adapters: it belongs to the base.
+        # The mechanism is frozen with the base model, but its running average was updated: copy it to the other base.
         for mine, theirs in zip(twin.buffers(), base.buffers(), strict=True):
             mine.data.copy_(theirs.data)
     loaded = PeftModel.from_pretrained(twin, tmp_path).eval()

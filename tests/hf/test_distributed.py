@@ -1,4 +1,4 @@
-"""r ranks equal one rank: DDP and FSDP2 on gloo."""
+"""Training on several ranks equals training on one rank: DDP and FSDP2 on gloo."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def train(model, inner, batches, ranks=1):
 
 
 def worker(rank: int, port: int, kind: str, folder: str) -> None:
-    faulthandler.dump_traceback_later(30, exit=True)  # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(30, exit=True)  # print the stack of a rank that hangs
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
-        run_rank(rank, kind, folder)  # on its own, so that DDP is gone before its process group: else ranks may hang
+        # A separate function, so that DDP is freed before its process group; otherwise ranks may hang.
+        run_rank(rank, kind, folder)
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The examples run and say what they promise."""
+"""The transformers examples run and print the expected result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("attach_train", "with the same logits, bit for bit"),
-        ("convert_pretrained", "attached: the same logits, bit for bit"),
-        ("generate_text", "'static'} - the same tokens as alone"),
+        ("attach_train", "with bitwise equal logits"),
+        ("convert_pretrained", "attached: logits are bitwise equal"),
+        ("generate_text", "'static'} - the same tokens as single"),
     ],
 )
 def test_example(name, words, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Generation: every cache, batch and search gives the tokens and logits of one full forward."""
+"""Generation: every cache, batch and search method gives the tokens and logits of one full forward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def left_padded(rows):
 
 def compile_config(backend="aot_eager"):
     config = CompileConfig(fullgraph=True, backend=backend, mode=None)
-    config._compile_all_devices = True  # transformers compiles on accelerators only, unless it is told
+    config._compile_all_devices = True  # otherwise transformers compiles on accelerators only
     return config
 
 
@@ -58,7 +58,7 @@ def compiled_batch(model, rows, new, backend="aot_eager"):
     torch._dynamo.reset()
     counters.clear()
     out = batched(model, rows, new, cache_implementation="static", compile_config=compile_config(backend))
-    assert 1 <= counters["stats"]["unique_graphs"] <= 4, "decoding was not compiled, or anew at every step"
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4, "decoding was not compiled, or recompiled at every step"
     return out
 
 
@@ -73,10 +73,10 @@ def full_forward_tokens(model, rows, told):
     return result
 
 
-def assert_all_ways_agree(model, rows, new, backend="aot_eager"):
+def assert_all_caches_agree(model, rows, new, backend="aot_eager"):
     told = each(model, rows, new)
     assert full_forward_tokens(model, rows, told) == told, "dynamic cache"
-    assert len({tuple(answer) for answer in told}) > 1, "a model that says the same to all proves nothing"
+    assert len({tuple(answer) for answer in told}) > 1, "all continuations are equal: the test shows nothing"
     assert each(model, rows, new, cache_implementation="static", disable_compile=True) == told
     assert each(model, rows, new, use_cache=False) == told
     assert batched(model, rows, new) == told
@@ -89,7 +89,7 @@ def assert_all_ways_agree(model, rows, new, backend="aot_eager"):
 def test_greedy_tokens_do_not_depend_on_cache_batch_or_compilation(mechanism):
     model = make_model("qwen3", Mechanism.named(mechanism, bias_length=16))
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    assert_all_ways_agree(model, prompts(3), 12)
+    assert_all_caches_agree(model, prompts(3), 12)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items()), "generation changed the model"
 
 
@@ -97,7 +97,7 @@ def test_greedy_tokens_do_not_depend_on_cache_batch_or_compilation(mechanism):
 @pytest.mark.parametrize("mechanism", PRESETS)
 def test_greedy_128_tokens_for_16_prompts(mechanism):
     model = make_model("llama", Mechanism.named(mechanism, bias_length=64))
-    assert_all_ways_agree(model, prompts(16), 128)
+    assert_all_caches_agree(model, prompts(16), 128)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_sliding_window_caches(family, bias_length):
 
 
 @pytest.mark.parametrize("mechanism", ["sink", "affine", "affine_gated"])
-def test_beam_search_keeps_the_best_of_all(mechanism):
+def test_beam_search_does_not_depend_on_the_cache(mechanism):
     """Beams reorder the cache; without one every step is a full forward."""
     model = make_model(mechanism=Mechanism.named(mechanism, bias_length=8))
     tokens, mask = left_padded(prompts(3))
@@ -150,7 +150,7 @@ def test_chunked_prefill():
     assert each(model, [row], 8, prefill_chunk_size=5, cache_implementation="static", disable_compile=True) == told
 
 
-def test_a_conversation_goes_on_with_its_cache():
+def test_a_conversation_continues_from_its_cache():
     model = make_model(mechanism=Mechanism.named("affine_gated", bias_length=8))
     cache = DynamicCache()
     first = model.generate(make_tokens(1, 6), max_new_tokens=5, past_key_values=cache, **GREEDY)
@@ -171,7 +171,7 @@ def test_logits_of_every_step_equal_one_forward():
         torch.testing.assert_close(torch.stack(out.logits, 1)[row], whole, **CLOSE)
 
 
-def test_sampling_evaluation_and_generation_leave_the_average_alone():
+def test_sampling_evaluation_and_generation_do_not_update_the_average():
     model = make_model().train()
     before = running_alphas(model)
     model.generate(make_tokens(), max_new_tokens=4, do_sample=True, pad_token_id=0)
@@ -183,8 +183,8 @@ def test_sampling_evaluation_and_generation_leave_the_average_alone():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("changes", [{}, SLIDING["mistral"]], ids=["full", "sliding"])
-def test_every_step_is_a_call_that_the_decode_kernel_takes(cache, changes, monkeypatch):
-    """One query, and nothing but a mask [B, S] of keys and a window: the operator then picks its decode kernel."""
+def test_every_step_is_a_call_that_the_decode_kernel_supports(cache, changes, monkeypatch):
+    """With one query and only a key mask [B, S] and a window, the operator selects its decode kernel."""
     model = make_model("mistral", Mechanism.named("affine", bias_length=8), **changes)
     steps = []
 
@@ -203,9 +203,9 @@ def test_every_step_is_a_call_that_the_decode_kernel_takes(cache, changes, monke
         assert mask is None or mask.dim() == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the whole of it runs below")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_offloaded_cache covers it on a GPU")
 def test_offloaded_cache_without_a_gpu(monkeypatch):
-    """Transformers' own offloading and prefetching; only the stream of a GPU, for which it waits, is not there."""
+    """Offloading and prefetching of transformers, with a stub in place of the CUDA stream it waits for."""
 
     class NoStream:
         def wait_stream(self, other):

@@ -1,4 +1,4 @@
-"""Every path that loads a folder: its code is not run, its pickles are not read, and an error is one sentence."""
+"""Every command that loads a folder runs none of its code, reads no pickle, and reports errors in one sentence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COMMANDS = {
 }
 
 
-class Boom:
-    """Runs when it is unpickled."""
+class TouchesFile:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -45,7 +45,7 @@ def with_code(folder: Path, mark: Path) -> None:
 
 def with_pickle(folder: Path, mark: Path) -> None:
     plain_model("llama").config.save_pretrained(folder)
-    torch.save({"weight": Boom(mark)}, folder / "pytorch_model.bin")
+    torch.save({"weight": TouchesFile(mark)}, folder / "pytorch_model.bin")
 
 
 def with_tokenizer_code(folder: Path, mark: Path) -> None:
@@ -58,7 +58,7 @@ def with_tokenizer_code(folder: Path, mark: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("make", [with_code, with_pickle, with_tokenizer_code])
-def test_nothing_of_a_folder_is_run_whatever_is_answered(make, command, tmp_path, monkeypatch, capsys):
+def test_code_of_a_folder_never_runs_even_if_the_user_agrees(make, command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     folder, mark = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
@@ -83,7 +83,7 @@ def cut_weights(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def claim_more(folder: Path) -> None:
+def wrong_header_length(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
 
 
@@ -114,7 +114,7 @@ DAMAGES = {
     "ten million layers": change(num_hidden_layers=10**7),
     "a nested JSON of generation": lambda folder: (folder / "generation_config.json").write_bytes(b"[" * 100_000),
     "a truncated file": cut_weights,
-    "a header that claims more": claim_more,
+    "a header with a wrong length": wrong_header_length,
     "an empty file": lambda folder: (folder / "model.safetensors").write_bytes(b""),
     "a pipe": pipe,
     "an adapter": lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}'),
@@ -122,7 +122,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_one_sentence(damage, tmp_path):
+def test_a_damaged_folder_gives_a_one_sentence_error(damage, tmp_path):
     plain_model("llama").save_pretrained(tmp_path)
     DAMAGES[damage](tmp_path)
     with pytest.raises(ValueError) as error:

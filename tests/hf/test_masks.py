@@ -1,4 +1,4 @@
-"""Padding, packing, windows and caches reach the operator as they are, and never as a T x S mask that is not needed."""
+"""Padding, packing, windows and caches reach the operator without an unnecessary T x S mask."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed_positions():
 
 
 def run_real(model, tokens, mask, **more):
-    """Logits and gradients where tokens are real; the rest of a row may hold anything."""
+    """Logits and gradients at real tokens; the outputs of padding are undefined."""
     model.zero_grad()
     logits = model(tokens, attention_mask=mask, use_cache=False, **more).logits[mask.bool()]
     (logits * torch.sin(torch.arange(logits.numel()).view_as(logits))).sum().backward()
@@ -50,16 +50,16 @@ def test_padding_equals_the_oracle(mechanism, side, bias_length):
         torch.testing.assert_close(mine, theirs, **EXACT)
 
 
-def test_each_padded_row_equals_the_row_alone():
+def test_each_padded_row_equals_the_unpadded_row():
     model = make_model(dtype=torch.float64)
     for side in ("left", "right"):
         tokens, mask = padded_rows(side)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(tokens, attention_mask=mask, position_ids=positions).logits
         for row, length in enumerate(LENGTHS):
-            alone = model(tokens[row, mask[row].bool()][None]).logits[0]
-            torch.testing.assert_close(logits[row, mask[row].bool()], alone, **EXACT)
-            assert length == len(alone)
+            unpadded = model(tokens[row, mask[row].bool()][None]).logits[0]
+            torch.testing.assert_close(logits[row, mask[row].bool()], unpadded, **EXACT)
+            assert length == len(unpadded)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma"])
@@ -71,8 +71,8 @@ def test_packed_documents_equal_the_oracle(family, bias_length):
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_packed_documents_equal_each_alone(use_cache, batch):
-    """Transformers itself forgets the packing as soon as use_cache is on, which is its default."""
+def test_packed_documents_equal_separate_documents(use_cache, batch):
+    """Transformers itself ignores the packing if use_cache is on, which is its default."""
     model = make_model(mechanism=Mechanism.named("affine_gated", bias_length=4), dtype=torch.float64)
     tokens = make_tokens(batch)
     packed = model(tokens, position_ids=packed_positions()[:1], use_cache=use_cache).logits
@@ -115,7 +115,7 @@ def test_sliding_windows_equal_the_oracle(family, kind, bias_length):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_a_mask_of_the_users_own(dtype):
+def test_a_dense_mask_of_the_user(dtype):
     model = make_model(dtype=torch.float64)
     allowed = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.5
     allowed = (allowed | torch.eye(12).bool()).tril()
@@ -131,12 +131,12 @@ def test_a_mask_of_the_users_own(dtype):
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.full((2, 1, 12, 12), -0.5), "a bias on the scores is not part of any mechanism"),
+        (torch.full((2, 1, 12, 12), -0.5), "no mechanism supports a bias on the scores"),
         (torch.ones(2, 1, 12, 12, dtype=torch.int32), "must be boolean, got torch.int32"),
         (torch.ones(3, 1, 12, 12, dtype=torch.bool), "[2, 1 or H, 12, 12], got [3, 1, 12, 12]"),
     ],
 )
-def test_masks_that_cannot_be_read_are_named(mask, words):
+def test_invalid_masks_raise_clear_errors(mask, words):
     with pytest.raises((ValueError, TypeError)) as caught:
         make_model()(make_tokens(), attention_mask=mask)
     assert words in str(caught.value)
@@ -189,10 +189,10 @@ def spy_masks(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["plain", "ones", "padded", "packed", "sliding", "cached"])
-def test_no_mask_of_t_by_s_is_made(kind, monkeypatch):
+def test_no_t_by_s_mask_is_created(kind, monkeypatch):
     length = 64
     model = make_model("mistral", **(SLIDING["mistral"] if kind == "sliding" else {}))
-    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was made"))
+    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was created"))
     sizes = spy_masks(monkeypatch)
     tokens = make_tokens(2, length)
     inputs = {}
@@ -216,7 +216,7 @@ def test_a_decoding_step_keeps_its_shapes():
     assert [int(code[0].sum()) for code in codes] == [4, 5, 6]
 
 
-def test_a_decoding_step_before_a_preallocated_cache_sees_its_window():
+def test_a_decoding_step_with_a_preallocated_cache_sees_its_window():
     class Config:
         sliding_window = WINDOW
 
@@ -225,7 +225,7 @@ def test_a_decoding_step_before_a_preallocated_cache_sees_its_window():
     assert code[0, 0, 0].nonzero().flatten().tolist() == [4, 5, 6, 7, 8]
 
 
-def test_a_code_is_read_as_it_was_written():
+def test_read_mask_decodes_compact_mask():
     query, key = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 9, 8)
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[1, :4] = False
@@ -243,7 +243,7 @@ def test_a_code_is_read_as_it_was_written():
     assert token_mask is None
 
 
-def test_tokens_are_told_from_padding_in_a_dense_mask():
+def test_padding_is_detected_in_a_dense_mask():
     query, key = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8)
     mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril(2)
     mask[1, :, :, 2] = False  # the first of the three queries is padding in row 1

@@ -89,7 +89,7 @@ def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
     torch.testing.assert_close(again(make_tokens()).logits, single.eval()(make_tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_plan_gets_lines_only_where_heads_are_split():
+def test_plan_entries_are_added_only_where_heads_are_sharded():
     plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
     added = set(head_plan(plan, "affine")) - set(plan)
     assert added == {f"layers.*.self_attn.affine.{part}" for part in ("scale.proj", "gate_proj", "sink")}

@@ -1,4 +1,4 @@
-"""The paper's students have the published shapes and the paper's parameter counts; the siblings have their size."""
+"""The paper's students have the published shapes and parameter counts; smaller models have the size in their name."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_the_papers_extra_parameters(name, mechanism):
 @pytest.mark.parametrize(
     ("name", "millions"), [("llama-1m", 1), ("llama-10m", 10), ("llama-30m", 30), ("llama-100m", 100)]
 )
-def test_siblings_have_their_size(name, millions):
+def test_small_models_have_the_size_in_their_name(name, millions):
     assert 0.85 < count(student(name, "softmax", device="meta")) / (millions * 1e6) < 1.15
 
 
 @pytest.mark.parametrize("mechanism", PRESETS)
-def test_a_sibling_learns(mechanism):
+def test_a_small_model_learns(mechanism):
     torch.manual_seed(0)
     model = student("llama-1m", Mechanism.named(mechanism, running_alpha_start=0.5), vocab_size=64, num_hidden_layers=2)
     assert model.training
@@ -92,7 +92,7 @@ def test_dtype_and_start():
         (lambda: student("llama-1m", "affine", vocab=3), "changes must be settings of AffineLlamaConfig, got 'vocab'"),
     ],
 )
-def test_wrong_calls_are_named(call, words):
+def test_invalid_calls_raise_clear_errors(call, words):
     with pytest.raises(ValueError) as caught:
         call()
     assert words in str(caught.value)

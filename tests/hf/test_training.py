@@ -1,4 +1,4 @@
-"""Training paths: checkpointing, accumulation, autocast, compilation, packing; the running average exact in each."""
+"""Training with checkpointing, accumulation, autocast, compilation and packing keeps the running average exact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_student(family="llama", **changes):
 
 
 def summed_loss(model, tokens, mask=None, **inputs):
-    """Summed over real tokens, so that parts of a batch add up to the whole."""
+    """Sums over real tokens, so that the losses of micro-batches add up to that of the batch."""
     logits = model(tokens, attention_mask=mask, use_cache=False, **inputs).logits[:, :-1].float()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return losses.sum() if mask is None else (losses * mask[:, 1:].flatten()).sum()
@@ -68,7 +68,7 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
     batches = [padded_rows("left")]
     assert train(plain, batches) == train(checked, batches)
     assert torch.equal(running_alphas(plain), running_alphas(checked))
-    # With reentrant checkpoints PyTorch adds the gradients of a shared input in another order.
+    # With reentrant checkpoints PyTorch sums the gradients of a shared input in a different order.
     assert_same_state(plain, checked, exact=not reentrant)
 
 
@@ -96,20 +96,20 @@ def test_micro_batches_equal_one_batch():
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_enter_the_average(side):
     padded = make_student()
-    alone = copy.deepcopy(padded)
+    unpadded = copy.deepcopy(padded)
     tokens, mask = padded_rows(side)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     summed_loss(padded, tokens, mask, position_ids=positions).backward()
     for row in range(3):
         real = tokens[row, mask[row].bool()][None]
-        (alone(real).logits.sum() * 0).backward()
-    for model in (padded, alone):
+        (unpadded(real).logits.sum() * 0).backward()
+    for model in (padded, unpadded):
         commit_running_alpha(model)
-    torch.testing.assert_close(running_alphas(padded), running_alphas(alone), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(running_alphas(padded), running_alphas(unpadded), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_in_a_mask_of_the_users_own_does_not_enter_the_average(side):
+def test_padding_in_a_dense_mask_does_not_enter_the_average(side):
     by_columns = make_student()
     by_pairs = copy.deepcopy(by_columns)
     tokens, mask = padded_rows(side)
@@ -139,7 +139,7 @@ def test_autocast_trains_and_keeps_the_average_in_fp32():
 
 
 def forbid_masks(monkeypatch, allow_segments=False):
-    """Fails where a dense mask is made, or where anything but what is allowed reaches a layer."""
+    """Fails if a dense mask is created, or if a mask (or segments, unless allowed) reaches a layer."""
 
     def spy(mask, query, key, is_causal, segments):
         assert mask is None, f"a mask {tuple(mask.shape)} reached a layer"
@@ -147,7 +147,7 @@ def forbid_masks(monkeypatch, allow_segments=False):
         return read_mask(mask, query, key, is_causal, segments)
 
     monkeypatch.setattr(interface, "read_mask", spy)
-    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was made"))
+    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was created"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "phi3"])
@@ -166,7 +166,7 @@ def test_whole_model_compiles_without_a_break_and_without_a_mask(family, monkeyp
 def test_compiled_training_with_padding_packing_and_checkpoints(kind, monkeypatch):
     eager = make_student()
     traced = copy.deepcopy(eager)
-    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was made"))
+    monkeypatch.setattr(masks, "sdpa_mask", lambda **_: pytest.fail("a dense mask was created"))
     batches, inputs = [(make_tokens(), None)], {}
     if kind == "padded":
         batches = [padded_rows("left")]

@@ -1,4 +1,4 @@
-"""A small language model on `SelfAttention`, for the tests of training and distribution."""
+"""A small language model built from `SelfAttention`, for the tests of training and distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TinyLM(nn.Module):
 
 
 def summed_loss(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Cross-entropy summed over real tokens, so that parts of a batch add up to the whole."""
+    """Cross-entropy summed over real tokens, so that the losses of micro-batches add up to that of the batch."""
     logits = model(tokens, mask)[:, :-1].flatten(0, 1)
     losses = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none")
     return losses.sum() if mask is None else (losses * mask[:, 1:].flatten()).sum()

@@ -1,4 +1,4 @@
-"""Every argument of the modules is checked by name: a seeded fuzz of bad constructions and calls, each refused."""
+"""A seeded fuzz of invalid constructions and calls: each raises an error that names the argument."""
 
 from __future__ import annotations
 
@@ -19,36 +19,51 @@ AT_LEAST = 1600
 SEED = 17
 
 
-class Odd:
+class RaisingRepr:
     """An object whose repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
 
 
-def things() -> list[Any]:
-    """Values of types that no number, name, flag or tensor argument takes."""
-    return [[], {}, (), [1], {"a": 1}, (2, 3), b"2", object(), Odd(), 2j, set(), print, Mechanism, numpy.zeros(3)]
+def objects() -> list[Any]:
+    """Values whose types are invalid for number, name, flag and tensor arguments."""
+    return [
+        [],
+        {},
+        (),
+        [1],
+        {"a": 1},
+        (2, 3),
+        b"2",
+        object(),
+        RaisingRepr(),
+        2j,
+        set(),
+        print,
+        Mechanism,
+        numpy.zeros(3),
+    ]
 
 
 def bad_sizes(most: int = 2**24) -> list[Any]:
     floats = [0.5, 4.0, NAN, INF]
     return [0, -1, -8, most + 1, 2**31, 2**63, 2**70, -(2**70), 10**5000, True, False, "4", "", *floats,
-            torch.tensor(4), numpy.int64(4), *things()]  # fmt: skip
+            torch.tensor(4), numpy.int64(4), *objects()]  # fmt: skip
 
 
 def bad_numbers(low: float, high: float) -> list[Any]:
     outside = [low * 2 - 1.0, high * 2 + 1.0, NAN, INF, -INF, 10**400, -(10**400), 10**5000]
-    return [*outside, True, False, "0.5", "", None, torch.tensor(0.5), *things()]
+    return [*outside, True, False, "0.5", "", None, torch.tensor(0.5), *objects()]
 
 
 def bad_words() -> list[Any]:
     words = ["", "afine", "SOFTMAX", "x" * 500, "\x1b[31m"]
-    return [*words, 0, 1, -1, 2.5, NAN, True, False, 2**70, 10**5000, torch.ones(2), *things()]
+    return [*words, 0, 1, -1, 2.5, NAN, True, False, 2**70, 10**5000, torch.ones(2), *objects()]
 
 
 def bad_devices() -> list[Any]:
-    return ["nope", "", "cpu:x", "cuda:-7", -3, 2**70, True, 2.5, NAN, torch.float32, torch.ones(1), *things()]
+    return ["nope", "", "cpu:x", "cuda:-7", -3, 2**70, True, 2.5, NAN, torch.float32, torch.ones(1), *objects()]
 
 
 def bad_dtypes() -> list[Any]:
@@ -63,20 +78,20 @@ def bad_dtypes() -> list[Any]:
         torch.complex64,
         torch.float8_e4m3fn,
         float,
-        *things(),
+        *objects(),
     ]
 
 
 SIZES = {"embed_dim": bad_sizes(), "num_heads": bad_sizes(), "head_dim": bad_sizes(256)}
-PLACES = {"device": bad_devices(), "dtype": bad_dtypes()}
+DEVICE_AND_DTYPE = {"device": bad_devices(), "dtype": bad_dtypes()}
 SETTINGS: dict[str, list[Any]] = {
-    "name": ["", None, 0, 1, 2.5, True, 10**5000, torch.ones(2), *things()],
+    "name": ["", None, 0, 1, 2.5, True, 10**5000, torch.ones(2), *objects()],
     "activation": bad_words(),
     "sink": bad_words(),
-    "bias": [None, 0, 1, "True", "", 2.5, NAN, 10**5000, torch.ones(2), torch.tensor(True), *things()],
-    "gate": [None, 0, 1, "True", "", 2.5, NAN, 10**5000, torch.ones(2), torch.tensor(True), *things()],
+    "bias": [None, 0, 1, "True", "", 2.5, NAN, 10**5000, torch.ones(2), torch.tensor(True), *objects()],
+    "gate": [None, 0, 1, "True", "", 2.5, NAN, 10**5000, torch.ones(2), torch.tensor(True), *objects()],
     "bias_length": [0, -1, 2**31, 2**63, 2**70, 10**5000, 2.5, NAN, True, None, "", "all", "2048", torch.tensor(4),
-                    *things()],
+                    *objects()],
     "momentum": bad_numbers(0, 1),
     "running_alpha_start": bad_numbers(0, 1),
     "init_std": [*bad_numbers(0, 3.4e38), 1e39, -1e-9],
@@ -87,25 +102,25 @@ LAYER: dict[str, list[Any]] = {
     "head_dim": [*SIZES["head_dim"], 3, 257],
     "num_kv_heads": [*bad_sizes(), 3, 5, 8],
     "mechanism": [None, *bad_words()],
-    "window": [0, -1, -(2**70), -(10**5000), True, False, 2.5, NAN, "", "8", torch.tensor(3), *things()],
+    "window": [0, -1, -(2**70), -(10**5000), True, False, 2.5, NAN, "", "8", torch.tensor(3), *objects()],
     "rope_theta": [0, 0.0, -1, -1e4, 0.5, NAN, INF, -INF, 1e31, 10**400, 10**5000, True, False, "1e4", "",
-                   torch.tensor(1e4), *things()],
-    "impl": ["", "compsed", "FUSED", None, 0, True, 2.5, 10**5000, torch.ones(2), *things()],
-    **PLACES,
+                   torch.tensor(1e4), *objects()],
+    "impl": ["", "compsed", "FUSED", None, 0, True, 2.5, 10**5000, torch.ones(2), *objects()],
+    **DEVICE_AND_DTYPE,
 }  # fmt: skip
 
 
 def dense(x: torch.Tensor) -> list[Any]:
-    """The same tensor in layouts that nothing takes."""
+    """The same tensor in unsupported layouts."""
     nested = torch.nested.nested_tensor([x.reshape(-1)[:1], x.reshape(-1)[:2]])
     return [x.to_sparse(), nested]
 
 
 def bad_tensors(shape: tuple[int, ...], *dtypes: torch.dtype) -> list[Any]:
-    """Tensors of other shapes and of these dtypes, other layouts, other devices, and no tensors."""
+    """Tensors of these invalid dtypes, tensors of other layouts, and values that are not tensors."""
     good = torch.zeros(shape)
     wrong_dtype = [torch.zeros(shape).to(dtype) for dtype in dtypes]
-    return [*wrong_dtype, *dense(good), 0, 1, 2.5, NAN, True, "x", 2**70, [[0] * 4] * 2, numpy.zeros(shape), *things()]
+    return [*wrong_dtype, *dense(good), 0, 1, 2.5, NAN, True, "x", 2**70, [[0] * 4] * 2, numpy.zeros(shape), *objects()]
 
 
 def other_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
@@ -124,7 +139,7 @@ CALL: dict[str, list[Any]] = {
     "mask": [*bad_tensors((2, 4), *INTEGERS, *FLOATS), *other_shapes((2, 4), torch.bool)],
     "segment_ids": [*bad_tensors((2, 4), *FLOATS, torch.bool, torch.complex64), *other_shapes((2, 4), torch.int64)],
     "positions": [*bad_tensors((2, 4), torch.bool, torch.complex64), *other_shapes((2, 4), torch.int64)],
-    "cache": [0, 1, True, "cache", 2.5, torch.zeros(2, 2, 3, 8), *things()],
+    "cache": [0, 1, True, "cache", 2.5, torch.zeros(2, 2, 3, 8), *objects()],
 }  # fmt: skip
 
 
@@ -135,7 +150,7 @@ def make_cache(key: Any, value: Any) -> KeyValueCache:
 
 
 def bad_caches() -> list[KeyValueCache]:
-    """Caches of another batch, other heads or another head dim, of another type, and with one half missing."""
+    """Caches with another batch, heads or head dim, with another type, or without keys or values."""
     right = torch.zeros(2, 2, 3, 8)
     wrong = [torch.zeros(s) for s in ((3, 2, 3, 8), (2, 4, 3, 8), (2, 2, 3, 6), (2, 2, 8), (0,), (2, 2, 3, 8, 1))]
     parts = [*wrong, "keys", 3, [1], None]
@@ -170,7 +185,7 @@ def attempts() -> Iterator[Try]:
             sizes = {"embed_dim": 32, "num_heads": 4, "head_dim": 8, name: value}
             yield name, value, lambda s=sizes: AttentionMechanism("affine", **s)
             yield name, value, lambda s=sizes: PRESETS["affine"].extra_parameters(**s)
-    for name, values in PLACES.items():
+    for name, values in DEVICE_AND_DTYPE.items():
         for value in values:
             yield name, value, lambda n=name, v=value: AttentionMechanism("affine", 32, 4, 8, **{n: v})
             yield name, value, lambda n=name, v=value: AffineScale(PRESETS["affine"], 32, 4, **{n: v})
@@ -204,8 +219,8 @@ def attempts_on_mechanism(module: AttentionMechanism) -> Iterator[Try]:
         "segment_ids": [*bad_tensors((2, 4), *FLOATS, torch.bool), *other_shapes((2, 4), torch.int64)],
         "token_mask": CALL["mask"],
         "window": LAYER["window"],
-        "is_causal": [None, 0, 1, "True", 2.5, torch.tensor(True), *things()],
-        "softmax_scale": [NAN, INF, -INF, 10**400, -(10**400), 10**5000, True, "1", "", torch.tensor(1.0), *things()],
+        "is_causal": [None, 0, 1, "True", 2.5, torch.tensor(True), *objects()],
+        "softmax_scale": [NAN, INF, -INF, 10**400, -(10**400), 10**5000, True, "1", "", torch.tensor(1.0), *objects()],
         "impl": LAYER["impl"],
     }  # fmt: skip
     for name, values in bad.items():
@@ -226,38 +241,40 @@ def attempts_on_cache() -> Iterator[Try]:
 
     states = torch.zeros(2, 2, 1, 8)
     shapes = [torch.zeros(s) for s in ((3, 2, 1, 8), (2, 4, 1, 8), (2, 2, 1, 6), (2, 2, 8), (), (2, 2, 1, 8, 1))]
-    wrong = [None, *shapes, states.double(), states.to("meta"), *dense(states), 3, "x", *things()]
+    wrong = [None, *shapes, states.double(), states.to("meta"), *dense(states), 3, "x", *objects()]
     for value in wrong:
         yield "key", value, lambda v=value: held().append(v, states)
         yield "value", value, lambda v=value: held().append(states, v)
-    for value in [-1, 4, 2**70, 10**5000, None, True, False, 2.0, NAN, "2", torch.tensor(2), *things()]:
+    for value in [-1, 4, 2**70, 10**5000, None, True, False, 2.0, NAN, "2", torch.tensor(2), *objects()]:
         yield "length", value, lambda v=value: held().crop(v)
     rows = [torch.tensor(x) for x in ([2], [-1], [0.0, 1.0], [True, False], [[0, 1]], 0)]
-    for value in [*rows, torch.zeros(2).byte(), None, 0, 1, "0", [0, 1], slice(0, 1), *things()]:
+    for value in [*rows, torch.zeros(2).byte(), None, 0, 1, "0", [0, 1], slice(0, 1), *objects()]:
         yield "rows", value, lambda v=value: held().reorder(v)
 
 
-def test_every_bad_argument_is_refused_by_name():
+def test_every_invalid_argument_is_named_in_the_error():
     tried = list(attempts())
-    random.Random(SEED).shuffle(tried)  # plans and caches of earlier calls must not let a later one pass
+    random.Random(SEED).shuffle(tried)  # a cached plan of an earlier call must not accept a later invalid call
     assert len(tried) >= AT_LEAST
-    fell_short = []
+    failures = []
     for name, value, call in tried:
-        told = f"{name}={type(value).__name__} {'' if isinstance(value, Odd | torch.Tensor | int) else value!r}"
+        shown = (
+            f"{name}={type(value).__name__} {'' if isinstance(value, RaisingRepr | torch.Tensor | int) else value!r}"
+        )
         try:
             call()
         except (ValueError, TypeError) as error:
             if name not in str(error) or len(str(error)) > 600:
-                fell_short.append(f"{told}: {type(error).__name__} without the name: {str(error)[:200]}")
+                failures.append(f"{shown}: {type(error).__name__} does not name the argument: {str(error)[:200]}")
         except Exception as error:
-            fell_short.append(f"{told}: {type(error).__name__}: {str(error)[:200]}")
+            failures.append(f"{shown}: {type(error).__name__}: {str(error)[:200]}")
         else:
-            fell_short.append(f"{told}: accepted")
-    assert not fell_short, f"{len(fell_short)} of {len(tried)}:\n" + "\n".join(fell_short[:60])
+            failures.append(f"{shown}: accepted")
+    assert not failures, f"{len(failures)} of {len(tried)}:\n" + "\n".join(failures[:60])
 
 
-def test_pairs_of_settings_are_refused_by_name():
-    """Random constructions with one to three bad settings among good ones: the text names one of the bad ones."""
+def test_several_invalid_settings_raise():
+    """Random constructions with one to three invalid settings: the error names one of them."""
     draw = random.Random(SEED)
     good = {"activation": "sigmoid", "bias_length": 64, "momentum": 0.5, "gate": True, "init_std": 0.1}
     for _ in range(1600):
@@ -267,7 +284,7 @@ def test_pairs_of_settings_are_refused_by_name():
         assert any(name in str(caught.value) for name in bad)
 
 
-def test_good_arguments_are_taken():
+def test_valid_arguments_are_accepted():
     for theta in (1, 1.0, 500_000, 1e6, None):
         SelfAttention(32, 4, rope_theta=theta)
     SelfAttention(32, 4, window=2**70, device="cpu", dtype=torch.bfloat16, impl="reference")
@@ -282,20 +299,20 @@ def test_good_arguments_are_taken():
         assert layer(hidden).dtype == torch.bfloat16
 
 
-def test_a_window_of_any_size_is_no_window():
+def test_a_huge_window_equals_no_window():
     wide, free = SelfAttention(32, 4, window=2**70), SelfAttention(32, 4)
     wide.load_state_dict(free.state_dict())
     hidden = torch.randn(2, 4, 32)
     assert torch.equal(wide(hidden), free(hidden))
 
 
-def test_a_start_value_must_fit_the_dtype():
+def test_an_initial_value_must_fit_the_dtype():
     sink = Mechanism.named("sink", sink_start=1e6)
     AttentionMechanism(sink, 32, 4, 8, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"sink_start of the mechanism must be at most 65504"):
         AttentionMechanism(sink, 32, 4, 8, dtype=torch.float16)
 
 
-def test_a_layer_on_the_meta_device_gives_shapes():
+def test_a_layer_on_the_meta_device_returns_shapes():
     layer = SelfAttention(32, 4, 2, device="meta")
     assert layer(torch.zeros(2, 4, 32, device="meta")).shape == (2, 4, 32)

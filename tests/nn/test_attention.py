@@ -1,4 +1,4 @@
-"""The per-layer module and the stand-alone layer: coefficients, cache, padding, packing."""
+"""AttentionMechanism and SelfAttention: coefficients, cached decoding, padding, packing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def make_layer(mechanism="affine", **options) -> SelfAttention:
     layer = SelfAttention(32, 4, 2, mechanism, **options).double()
     for name, parameter in layer.named_parameters():
         if "mechanism" in name:
-            torch.nn.init.normal_(parameter, std=0.5)  # far from the start, where mechanisms differ little
+            torch.nn.init.normal_(parameter, std=0.5)  # far from the initial values, where mechanisms differ little
     return layer.eval()
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_it_owns_the_parameters_that_the_table_says(name):
+def test_parameters_and_coefficients_of_every_mechanism(name):
     layer = AttentionMechanism(name, embed_dim=24, num_heads=6, head_dim=8)
     assert sum(p.numel() for p in layer.parameters()) == PRESETS[name].extra_parameters(24, 6, 8)
     hidden, query = torch.randn(2, 5, 24), torch.randn(2, 6, 5, 8)
@@ -73,25 +73,8 @@ def test_cached_steps_equal_one_forward(name, window, bias_length):
     assert cache.length == 17
 
 
-def test_a_cache_can_be_cropped_and_reordered():
-    layer = make_layer()
-    hidden = torch.randn(3, 9, 32, dtype=torch.float64)
-    whole = layer(hidden)
-    cache = KeyValueCache()
-    layer(hidden[:, :8] + 1, cache=cache)
-    cache.crop(0)
-    layer(hidden[:, :8], cache=cache)
-    cache.crop(5)
-    layer(hidden[:, 5:8], cache=cache)
-    rows = torch.tensor([2, 0, 0])
-    cache.reorder(rows)
-    torch.testing.assert_close(layer(hidden[rows, 8:], cache=cache), whole[rows, 8:], **CLOSE)
-    with pytest.raises(ValueError, match="length must be 0 to 9, the cached tokens, got 12"):
-        cache.crop(12)
-
-
 @pytest.mark.parametrize("name", ["softmax", "sink", "affine", "affine_gated"])
-def test_left_padding_in_a_batch_equals_each_row_alone(name):
+def test_left_padded_rows_equal_unpadded_rows(name):
     layer = make_layer(Mechanism.named(name, running_alpha_start=0.4))
     lengths = (7, 3, 1)
     rows = [torch.randn(1, n, 32, dtype=torch.float64) for n in lengths]
@@ -102,14 +85,14 @@ def test_left_padding_in_a_batch_equals_each_row_alone(name):
     layer(batch[:, :5], mask=mask[:, :5], cache=cache)
     stepped = layer(batch[:, 5:], mask=mask, cache=cache)
     for index, row in enumerate(rows):
-        alone = layer(row)
-        torch.testing.assert_close(out[index, 7 - lengths[index] :], alone[0], **CLOSE)
+        unpadded = layer(row)
+        torch.testing.assert_close(out[index, 7 - lengths[index] :], unpadded[0], **CLOSE)
         last = min(2, lengths[index])
-        torch.testing.assert_close(stepped[index, 2 - last :], alone[0, -last:], **CLOSE)
+        torch.testing.assert_close(stepped[index, 2 - last :], unpadded[0, -last:], **CLOSE)
 
 
 @pytest.mark.parametrize("bias_length", [4, "visible"])
-def test_packed_documents_equal_each_alone(bias_length):
+def test_packed_documents_equal_separate_documents(bias_length):
     layer = make_layer(Mechanism.named("affine_gated", bias_length=bias_length, running_alpha_start=0.4))
     lengths = [4, 7, 1]
     documents = [torch.randn(1, n, 32, dtype=torch.float64) for n in lengths]
@@ -128,7 +111,7 @@ def test_state_dict_round_trip(name):
     assert torch.equal(twin.eval()(hidden), layer(hidden))
 
 
-def test_one_training_step_moves_every_parameter():
+def test_every_parameter_gets_a_gradient():
     layer = make_layer(Mechanism.named("affine_gated", sink="learned"))
     layer.train()
     layer(torch.randn(2, 6, 32, dtype=torch.float64)).square().sum().backward()
@@ -159,7 +142,7 @@ def test_one_training_step_moves_every_parameter():
         ),
     ],
 )
-def test_wrong_calls_are_named(make, words):
+def test_invalid_calls_raise_clear_errors(make, words):
     with pytest.raises(ValueError) as caught:
         make()
     assert words in str(caught.value)

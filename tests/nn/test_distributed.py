@@ -1,4 +1,4 @@
-"""r ranks equal one rank: DDP and FSDP2 on gloo, with accumulation and checkpointing on top."""
+"""Training on several ranks equals training on one: DDP and FSDP2 on gloo, with accumulation and checkpointing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_model() -> TinyLM:
 
 
 def train(model, batches, inner, ranks=1):
-    """Trains on what this rank sees of every batch; returns losses of this rank and the running averages."""
+    """Trains on this rank's part of every batch; returns the losses of this rank and the running averages."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     losses = []
     for _ in range(STEPS):
@@ -45,7 +45,7 @@ def train(model, batches, inner, ranks=1):
 
 
 def ragged_batch():
-    """Rows of unequal length, so that ranks hold different numbers of real tokens."""
+    """Rows of unequal length, so that ranks have different numbers of real tokens."""
     return make_tokens(BATCH), torch.arange(12)[None] >= torch.arange(BATCH)[:, None]
 
 
@@ -54,7 +54,7 @@ def worker(rank: int, world: int, port: int, kind: str, folder: str) -> None:
 
 
 def in_group(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
-    """Runs `work` in a process group; what it makes must be gone before the group is, or destroying it hangs."""
+    """Runs `work` in a process group; its objects must be freed before the group is destroyed, or that call hangs."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -110,9 +110,9 @@ def test_ranks_equal_one_rank(kind, world, tmp_path: Path):
     assert summed == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_rank_without_tokens_still_takes_part(tmp_path: Path):
-    """commit is a collective: a rank that had nothing to train on must neither hang the others nor move the mean."""
-    mp.spawn(lonely_worker, args=(2, free_port(), str(tmp_path)), nprocs=2)
+def test_a_rank_without_tokens_takes_part_in_the_commit(tmp_path: Path):
+    """The commit is a collective: a rank without data must neither block the others nor change the mean."""
+    mp.spawn(idle_worker, args=(2, free_port(), str(tmp_path)), nprocs=2)
     averages = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     single = make_model()
     summed_loss(single, *ragged_batch()).backward()
@@ -121,11 +121,11 @@ def test_a_rank_without_tokens_still_takes_part(tmp_path: Path):
         torch.testing.assert_close(average, running_alphas(single), rtol=1e-6, atol=1e-7)
 
 
-def lonely_worker(rank: int, world: int, port: int, folder: str) -> None:
-    in_group(rank, world, port, lambda: commit_alone(rank, folder))
+def idle_worker(rank: int, world: int, port: int, folder: str) -> None:
+    in_group(rank, world, port, lambda: commit_with_idle_rank(rank, folder))
 
 
-def commit_alone(rank: int, folder: str) -> None:
+def commit_with_idle_rank(rank: int, folder: str) -> None:
     model = make_model()
     if rank == 0:
         summed_loss(model, *ragged_batch()).backward()

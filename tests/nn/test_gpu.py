@@ -1,4 +1,4 @@
-"""The layers on a CUDA GPU: the fused kernels through the modules, compiled and not, and decoding."""
+"""The modules on a CUDA GPU: fused kernels, eager and compiled, and decoding."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_compiles_into_one_graph(name, packed):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_decoding_takes_the_decode_kernel_and_equals_prefill(name):
+def test_decoding_uses_the_decode_kernel_and_equals_prefill(name):
     layer = make_layer(name, torch.float32).eval()
     hidden = torch.randn(2, 60, 256, device="cuda")
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_deterministic_algorithms_avoid_cudnn():
     assert "deterministic" in choice.reason
 
 
-def test_commit_never_waits_for_the_gpu():
+def test_commit_does_not_synchronise():
     model = torch.nn.ModuleList(make_layer("affine") for _ in range(3))
     for layer in model:
         layer(torch.randn(2, 40, 256, device="cuda", dtype=torch.bfloat16)).sum().backward()
@@ -106,7 +106,7 @@ def test_commit_never_waits_for_the_gpu():
 
 
 def test_a_commit_inside_a_cuda_graph_runs_with_every_replay():
-    """Forward of alpha and beta, backward and commit captured as one graph, against the same steps without it."""
+    """Forward of alpha and beta, backward and commit captured as one graph equal the eager steps."""
 
     def make():
         torch.manual_seed(0)

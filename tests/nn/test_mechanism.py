@@ -1,4 +1,4 @@
-"""Presets, settings, JSON, parameter counts."""
+"""Presets, settings, JSON and parameter counts of mechanisms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_extra_parameters_are_those_of_the_paper(model, mechanism, millions):
     assert round(layers * Mechanism.named(mechanism).extra_parameters(width, heads, dim) / 1e6, 3) == millions
 
 
-def test_the_sink_adds_one_parameter_a_head():
+def test_the_sink_adds_one_parameter_per_head():
     assert Mechanism.named("sink").extra_parameters(2048, 32, 64) == 32
 
 
@@ -80,11 +80,11 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("sink", sink_start=-math.inf), ValueError, "sink_start must be"),
         (lambda: Mechanism(name=""), ValueError, "name must be a non-empty string"),
         (lambda: Mechanism.from_dict({"name": "x", "alpha": 1}), ValueError, "has no setting 'alpha'"),
-        (lambda: Mechanism.from_dict([1]), TypeError, "dict of settings, got list"),
+        (lambda: Mechanism.from_dict([1]), TypeError, "settings must be a dict of mechanism settings, got list"),
         (lambda: as_mechanism(3), TypeError, "Mechanism or the name of a preset, got int"),
     ],
 )
-def test_bad_settings_are_named(make, error, words):
+def test_invalid_settings_raise_clear_errors(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)

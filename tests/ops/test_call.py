@@ -1,14 +1,17 @@
-"""A call without memory describes the call: shapes, strides, dtypes, and what a new tensor like each would have."""
+"""Calls and specs: shapes, strides and dtypes without memory, and the scale that `explain` uses."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from affine_attention import attention, explain
+from affine_attention.ops import api
 from affine_attention.ops.call import AttentionCall, CallSpec, Rows, TensorSpec
 from affine_attention.ops.visibility import Visibility
 
 
-def test_a_spec_says_what_the_tensor_says():
+def test_a_spec_describes_its_tensor():
     for x in (torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, 3, 5).transpose(1, 2), torch.zeros(2, 3, 4, 10)[..., :5]):
         spec = TensorSpec.of(x)
         assert (spec.shape, spec.stride(), spec.stride(1)) == (tuple(x.shape), x.stride(), x.stride(1))
@@ -30,7 +33,7 @@ def test_a_call_without_memory_holds_no_tensor():
     assert (spec.softmax_scale, spec.nonnegative_alpha) == (0.5, True)
 
 
-def test_who_needs_a_gradient():
+def test_a_call_needs_a_gradient_if_an_input_does():
     x = torch.zeros(1, 1, 2, 2)
     call = AttentionCall(x, x, x, Rows(), Visibility(1, 2, 2, x.device), 1.0)
     assert not call.needs_gradient
@@ -39,3 +42,17 @@ def test_who_needs_a_gradient():
     assert not call.rows.is_plain
     with torch.no_grad():
         assert not call.needs_gradient
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.25), (2.0, 2.0), (-1, -1.0)])
+def test_explain_uses_the_softmax_scale_of_the_call(given, expected, monkeypatch):
+    """The route depends on the scale: kernels need a positive one."""
+    calls = []
+    real = api._choose
+    monkeypatch.setattr(api, "_choose", lambda call, impl: calls.append(call) or real(call, impl))
+    x = torch.zeros(1, 1, 3, 16)
+    api.forget_plans()
+    explain(x, x, x, softmax_scale=given)
+    attention(x, x, x, softmax_scale=given)
+    assert [(call.softmax_scale, call.scale_is_default) for call in calls] == [(expected, given is None)] * 2
+    api.forget_plans()

@@ -50,7 +50,7 @@ def test_fp64_equals_reference_where_lengths_differ(mechanism, queries, keys, vi
         torch.testing.assert_close(result[name], truth[name], rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_large_batches_are_handled_in_parts_with_the_same_result(monkeypatch):
+def test_large_batches_are_processed_in_chunks_with_the_same_result(monkeypatch):
     inputs = make_inputs(Case("affine_gated", "causal+segments+padding", batch=5, dtype=torch.float64))
     inputs.tensors["sink"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
     whole = run(inputs, "composed")
@@ -75,7 +75,7 @@ def test_gradcheck(visibility):
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
 
-def test_only_the_gradients_that_are_asked_for():
+def test_only_requested_gradients():
     inputs = make_inputs(Case("affine_gated", dtype=torch.float64))
     truth = run_oracle(inputs)
     leaves = inputs.leaves()
@@ -87,7 +87,7 @@ def test_only_the_gradients_that_are_asked_for():
         torch.testing.assert_close(grad, truth[f"grad_{name}"], rtol=EXACT, atol=EXACT)
 
 
-def test_second_derivative_is_refused_not_wrong():
+def test_second_derivative_raises():
     inputs = make_inputs(Case("affine"))
     leaves = inputs.leaves()
     out = attention(leaves["query"], leaves["key"], leaves["value"], alpha=leaves["alpha"], beta=leaves["beta"])
@@ -118,7 +118,7 @@ def test_compiles_into_one_graph(visibility):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_dynamic_graph_serves_every_length(is_causal):
+def test_one_dynamic_graph_for_every_length(is_causal):
     graphs = []
 
     def count(graph, inputs):
@@ -137,7 +137,7 @@ def test_a_dynamic_graph_serves_every_length(is_causal):
     assert len(graphs) == 1
 
 
-def test_long_sums_do_not_drift():
+def test_long_sums_stay_accurate():
     """Sums of values in bf16 would be 75 % wrong at 128k tokens."""
     length = 131072
     value = torch.full((1, 1, length, 8), 1.0078125, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def test_long_sums_do_not_drift():
     torch.testing.assert_close(out.float(), torch.full((1, 1, 1, 8), 1.0078125), rtol=4e-3, atol=0)
 
 
-def test_autocast_lowers_like_pytorchs_own_attention():
+def test_autocast_converts_like_pytorchs_attention():
     inputs = make_inputs(Case("affine", "causal"))
     leaves = inputs.leaves()
     with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +162,7 @@ def test_autocast_lowers_like_pytorchs_own_attention():
 
 
 def test_no_quadratic_memory():
-    """A T x S tensor of booleans alone would be 256 MiB here; everything together must stay far below."""
+    """A boolean T x S tensor would take 256 MiB; the peak of all memory must stay far below."""
     from benchmarks.measure import peak_memory
 
     for visibility in ("causal", "causal+window", "causal+segments", "causal+padding"):

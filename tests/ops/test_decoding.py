@@ -1,4 +1,4 @@
-"""Decoding with lengths and pages equals attention over each sequence alone."""
+"""Decoding with lengths and pages equals attention over each sequence separately."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make(device, queries=1, room=48, dtype=torch.float32):
     return tensors, rows, torch.tensor([48, 17, 5], device=device)
 
 
-def alone(tensors, rows, lengths, **options):
-    """Each sequence by itself, its cache cut to its length."""
+def separately(tensors, rows, lengths, **options):
+    """Attention for each sequence separately, with its cache cropped to its length."""
     outs = []
     for b, length in enumerate(lengths.tolist()):
         part = {name: x[b : b + 1] for name, x in tensors.items()}
@@ -40,19 +40,19 @@ def alone(tensors, rows, lengths, **options):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("queries", [1, 4, 20])
 @pytest.mark.parametrize("window", [None, 6])
-def test_lengths_cut_each_sequence(device, queries, window):
+def test_lengths_crop_each_sequence(device, queries, window):
     tensors, rows, lengths = make(device, queries)
     lengths = lengths.clamp(min=queries)
-    for name in ("key", "value"):  # what lies behind a length is stale memory
+    for name in ("key", "value"):  # slots beyond a length are stale memory
         for b, length in enumerate(lengths.tolist()):
             tensors[name][b, :, length:] = torch.nan
     out = decode_attention(**tensors, **rows, lengths=lengths, window=window)
-    torch.testing.assert_close(out, alone(tensors, rows, lengths, window=window), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, separately(tensors, rows, lengths, window=window), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("queries", [1, 3])
-def test_pages_in_any_order_are_the_dense_cache(device, queries):
+def test_pages_in_any_order_equal_the_dense_cache(device, queries):
     tensors, rows, lengths = make(device, queries)
     order = torch.randperm(18, generator=torch.Generator().manual_seed(1)).to(device)
     table = order.view(3, 6).int()
@@ -61,9 +61,9 @@ def test_pages_in_any_order_are_the_dense_cache(device, queries):
         pages = torch.empty(18, 8, 2, 16, device=device)
         pages[order] = tensors[name].transpose(1, 2).reshape(18, 8, 2, 16)
         paged[name] = pages
-    table[2, 1:] = -1  # behind the last length: engines leave anything there
+    table[2, 1:] = -1  # beyond the last length, where the table may hold anything
     out = decode_attention(**paged, **rows, lengths=lengths, block_table=table)
-    torch.testing.assert_close(out, alone(tensors, rows, lengths), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, separately(tensors, rows, lengths), rtol=1e-4, atol=1e-5)
 
 
 def test_without_lengths_it_is_causal_attention():
@@ -81,11 +81,11 @@ def test_without_lengths_it_is_causal_attention():
         ({"window": 0}, ValueError, "window must be at least 1"),
         ({"block_table": torch.zeros(3)}, TypeError, "block_table must be a tensor [B, n]"),
         ({"block_table": torch.zeros(2, 4).int()}, ValueError, "block_table must have shape [B, n] with B = 3"),
-        ({"block_table": torch.full((3, 4), 9).int()}, ValueError, "pages 0 to 2 where a length covers it, got 9 to 9"),
+        ({"block_table": torch.full((3, 4), 9).int()}, ValueError, "pages 0 to 2 within the lengths, got 9 to 9"),
         ({"alpha": torch.ones(3, 4, 2)}, ValueError, "alpha must have shape [B, H, T] = [3, 4, 1]"),
     ],
 )
-def test_bad_input_is_named(changes, error, words):
+def test_invalid_arguments_raise_clear_errors(changes, error, words):
     tensors, rows, _ = make("cpu")
     with pytest.raises(error) as caught:
         decode_attention(**(tensors | rows | changes))

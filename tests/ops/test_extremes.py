@@ -1,4 +1,4 @@
-"""Extreme but legal calls: huge windows, scales of 0 and below, empty batches, huge keys, NaN queries, empty rows.
+"""Extreme but valid calls: huge windows, scales of 0 and below, empty batches, huge keys, NaN queries, empty rows.
 
 In Triton's interpreter the same tests run on the fused kernels.
 """
@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 WINDOWS, SCALES = [2**30, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 + 3, 2**70, 10**400], [0, -0.5, -1e-60]
 HUGE = [1e38, -1e38, 3.4e38]
 HEADS, GROUPS = 4, 2
-if INTERPRETED:  # which takes about a second for each call
+if INTERPRETED:  # about a second per call
     WINDOWS, HUGE = [2**70], [1e38]
     HEADS, GROUPS = 2, 1
 else:
@@ -87,7 +87,7 @@ def test_a_window_larger_than_the_call_is_no_window(window, impl, is_causal, que
 
 
 @pytest.mark.parametrize("window", [2**30, 2**63 - 1, 2**63, 2**70])
-def test_every_function_takes_any_window(window):
+def test_every_function_accepts_any_window(window):
     x = torch.randn(1, 2, 5, 8)
     assert check_visibility(x, x, mask=None, is_causal=True, window=window, segment_ids=None).window == 10
     assert count_visible_keys(x, x, is_causal=True, window=window).flatten().tolist() == [1, 2, 3, 4, 5]
@@ -107,7 +107,7 @@ def test_every_function_takes_any_window(window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_finite_scale_is_right(softmax_scale, impl, visibility, dtype):
     if impl == "fused" and (dtype == torch.float64 or visibility != "causal+window"):
-        pytest.skip("the kernels take fp32, and one kind is enough in the interpreter")
+        pytest.skip("the kernels need fp32, and one visibility is enough in the interpreter")
     inputs = make_inputs(Case("affine_gated", visibility, queries=19, keys=23, dtype=dtype))
     tensors = {name: x for name, x in inputs.tensors.items() if x is not None}
     settings = inputs.visible | {"softmax_scale": softmax_scale, "grad_out": inputs.grad_out}
@@ -144,7 +144,7 @@ def test_an_empty_batch_gives_an_empty_result_and_gradients(impl, queries, kind)
         "mask": {"mask": torch.ones(0, 1, queries, queries, dtype=torch.bool)},
     }[kind]
     if impl == "fused" and kind == "mask":
-        pytest.skip("the kernels take no dense mask")
+        pytest.skip("the kernels do not support a dense mask")
     tensors = every_input(batch=0, queries=queries, keys=queries)
     result = with_gradients(tensors, impl, **visible)
     assert result["out"].shape == tensors["query"].shape
@@ -158,7 +158,7 @@ def test_an_empty_batch_gives_an_empty_result_and_gradients(impl, queries, kind)
 HIDDEN = 5
 
 
-def hiding(kind, keys=40):
+def masked_key(kind, keys=40):
     """(visibility, rows that do not see key HIDDEN)."""
     others = [row for row in range(keys) if row != HIDDEN]
     mask = (torch.arange(keys) != HIDDEN).expand(2, keys)
@@ -183,8 +183,8 @@ KINDS = ("padding", "causal+padding", "mask", "causal", "window", "causal+window
 @pytest.mark.parametrize("softmax_scale", [None, -1.0])
 def test_a_huge_key_does_not_reach_rows_that_do_not_see_it(impl, huge, kind, softmax_scale):
     if impl == "fused" and (kind == "mask" or softmax_scale):
-        pytest.skip("the kernels take no dense mask, and one scale is enough in the interpreter")
-    visible, rows = hiding(kind)
+        pytest.skip("the kernels do not support a dense mask, and one scale is enough in the interpreter")
+    visible, rows = masked_key(kind)
     tensors = every_input()
     tensors["query"] *= 10
     clean = attention(**tensors, **visible, softmax_scale=softmax_scale, impl=impl)
@@ -199,17 +199,17 @@ def test_a_huge_key_does_not_reach_rows_that_do_not_see_it(impl, huge, kind, sof
 @pytest.mark.parametrize("kind", ["padding", "causal+padding", "mask", "window", "segments"])
 def test_a_huge_key_that_no_row_sees_does_not_reach_the_gradients(impl, dtype, kind):
     if impl == "fused" and (kind == "mask" or dtype == torch.bfloat16):
-        pytest.skip("the kernels take no dense mask, and one dtype is enough in the interpreter")
+        pytest.skip("the kernels do not support a dense mask, and one dtype is enough in the interpreter")
     tensors = every_input(queries=20, dtype=dtype)
     ids = torch.zeros(2, 40, dtype=torch.long)
     ids[:, HIDDEN] = 1
     visible = (
         {
-            "window": {"is_causal": True, "window": 12},  # the first query stands at key 20
+            "window": {"is_causal": True, "window": 12},  # the first query is at key 20
             "segments": {"segment_ids": (ids[:, :1].expand(2, 20), ids)},
             "mask": {"mask": (ids == 0)[:, None, None].expand(2, 1, 20, 40)},
         }.get(kind)
-        or hiding(kind)[0]
+        or masked_key(kind)[0]
     )
     clean = with_gradients(tensors, impl, **visible)
     for name in ("key", "value"):
@@ -228,9 +228,9 @@ def weighted_gradients(call, tensors, rows):
     return {"out": out.detach()[:, :, rows], **{f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
 
-def without_a_look(kind, huge, device, impl, compiled, dtype=torch.float32):
-    """(result with a huge key and value, result without): where a call cannot look at its data first."""
-    visible, rows = hiding(kind)
+def without_reading_values(kind, huge, device, impl, compiled, dtype=torch.float32):
+    """(result with a huge key and value, result without) of a call that cannot read its values first."""
+    visible, rows = masked_key(kind)
     visible = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in visible.items()}
     tensors = {name: x.to(device) for name, x in every_input(dtype=dtype).items()}
     tensors["query"] *= 10
@@ -249,7 +249,7 @@ def without_a_look(kind, huge, device, impl, compiled, dtype=torch.float32):
 @pytest.mark.skipif(INTERPRETED, reason="composed on the CPU")
 @pytest.mark.parametrize("kind", ["causal+padding", "mask", "causal+window", "segments"])
 def test_a_huge_key_in_a_compiled_graph_does_not_reach_rows_that_do_not_see_it(kind):
-    assert_all_close(*without_a_look(kind, 1e38, "cpu", "composed", compiled=True))
+    assert_all_close(*without_reading_values(kind, 1e38, "cpu", "composed", compiled=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -258,7 +258,7 @@ def test_a_huge_key_in_a_compiled_graph_does_not_reach_rows_that_do_not_see_it(k
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_huge_key_on_a_gpu_does_not_reach_rows_that_do_not_see_it(kind, impl, dtype, compiled):
-    result, clean = without_a_look(kind, 1e38, "cuda", impl, compiled, dtype)
+    result, clean = without_reading_values(kind, 1e38, "cuda", impl, compiled, dtype)
     if impl == "auto" and kind not in ("padding", "causal+padding", "mask"):
         clean = {"out": clean["out"]}  # some row sees the key; in the fused kernels its overflow reaches the gradients
     tolerance = 1e-2 if dtype == torch.float32 else 0.1
@@ -307,14 +307,14 @@ def test_a_nan_query_is_nan_in_a_compiled_graph_too():
     assert compiled(query, key).isnan().all(-1).nonzero().tolist() == [[0, 1, 1]]
 
 
-# Rows that see nothing
+# Rows that see no key
 
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "fused"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("kind", ["padding", "short", "window", "segments", "mask", "no keys"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(impl, bad, kind, compiled):
+def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, kind, compiled):
     if compiled and (impl != "composed" or not math.isnan(bad)):
         pytest.skip("one compiled run of each kind is enough")
     empty = 3
@@ -323,7 +323,7 @@ def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(impl, b
     visible = {
         "padding": {"is_causal": True, "mask": (~first).expand(2, 40)},
         "short": {"is_causal": True},
-        "window": {"window": 18},  # the first query stands at position -20
+        "window": {"window": 18},  # the first query is at position -20
         "segments": {"segment_ids": (first.long().expand(2, 40), torch.zeros(2, 40, dtype=torch.long))},
         "mask": {"mask": (~first)[:, None].expand(2, 1, 40, 40)},
         "no keys": {},
@@ -348,15 +348,15 @@ def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(impl, b
         assert not result[name][:, :, rows].any(), f"{name} must be exactly 0"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="holds for the weights of the reference")
-def test_weights_of_rows_that_see_nothing_are_zero():
+@pytest.mark.skipif(INTERPRETED, reason="only the reference has weights")
+def test_weights_of_rows_that_see_no_key_are_zero():
     x = torch.randn(1, 2, 5, 8)
     bad = torch.full((1, 2, 5), NAN)
     mask = torch.zeros(1, 5, dtype=torch.bool)
     assert not attention_weights(x * NAN, x, alpha=bad, beta=bad, mask=mask).any()
 
 
-# Tensors without memory
+# Meta tensors
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the kernels need memory")
@@ -381,6 +381,6 @@ def test_meta_tensors_give_shapes_forward_and_backward(visibility, impl):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compares composed with the oracle")
-def test_ordinary_calls_are_as_before():
+def test_ordinary_calls_equal_the_oracle():
     inputs = make_inputs(Case("affine_gated", "causal+padding", dtype=torch.float64))
     assert_all_close(run(inputs, "composed"), run_oracle(inputs), 1e-10, 1e-10)

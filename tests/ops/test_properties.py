@@ -1,4 +1,4 @@
-"""Laws of the operator, on inputs that Hypothesis chooses."""
+"""Properties of the operator, tested with Hypothesis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from affine_attention.testing import Case, make_inputs
 IMPLS = ("reference", "composed")
 MECHANISMS = ("softmax", "off_by_one", "sink", "gated", "affine", "affine_gated", "head_gated", "affine_no_bias")
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
-# A loaded machine is no reason to fail.
+# No deadline, so that a loaded machine does not fail the tests.
 law = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -62,7 +62,7 @@ def test_row_sums_are_alpha_times_the_share_without_sink_plus_n_beta(case):
 
 @law
 @given(cases(("causal", "causal+window", "causal+segments", "causal+padding"), square=True), st.data())
-def test_nothing_after_a_position_changes_its_output_by_a_bit(case, data):
+def test_later_positions_do_not_change_an_output_bitwise(case, data):
     inputs = make_inputs(case)
     position = data.draw(st.integers(0, case.keys - 1))
     tensors = parts(inputs)
@@ -77,7 +77,7 @@ def test_nothing_after_a_position_changes_its_output_by_a_bit(case, data):
 
 @law
 @given(cases(("causal+segments", "segments"), square=True), st.data())
-def test_packed_documents_do_not_touch_each_other(case, data):
+def test_packed_documents_are_independent(case, data):
     inputs = make_inputs(case)
     ids = inputs.visible["segment_ids"][0]
     first = ids == ids[:, :1]
@@ -102,7 +102,7 @@ def test_packed_documents_do_not_touch_each_other(case, data):
 
 @law
 @given(cases(("causal",), square=True), st.integers(1, 9))
-def test_left_padding_only_shifts(case, shift):
+def test_left_padding_shifts_the_output(case, shift):
     inputs = make_inputs(case)
     tensors = parts(inputs)
     padded = {
@@ -135,7 +135,7 @@ def test_rows_of_a_batch_do_not_depend_on_their_order(case, random):
 
 @law
 @given(cases(("causal", "causal+window", "causal+padding", "causal+segments"), square=True), st.data())
-def test_decoding_step_by_step_is_the_whole_forward(case, data):
+def test_decoding_step_by_step_equals_one_forward(case, data):
     inputs = make_inputs(case)
     tensors = parts(inputs)
     chunk = data.draw(st.integers(1, 5))
@@ -206,7 +206,7 @@ def test_grouped_heads_equal_repeated_heads(case):
 
 @law
 @given(cases(("causal+padding", "mask", "causal+window+segments+padding")))
-def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(case):
+def test_a_row_that_sees_no_key_is_zero_with_zero_gradients(case):
     inputs = make_inputs(case)
     leaves = parts(inputs, grad=True)
     nothing = count_visible_keys(leaves["query"], leaves["key"], **inputs.visible) == 0

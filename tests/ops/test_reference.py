@@ -15,7 +15,7 @@ from affine_attention.testing import Case, make_inputs
 
 
 def loops(tensors, seen, scale):
-    """F1 to F4 one number at a time."""
+    """F1 to F4 as scalar loops."""
     query, key, value = tensors["query"], tensors["key"], tensors["value"]
     batch, heads, queries, _ = query.shape
     repeats = heads // key.shape[1]

@@ -1,4 +1,4 @@
-"""Each PyTorch kernel: out, log-sum-exp and gradients, also for the pair of a larger softmax."""
+"""Each PyTorch kernel: out, log-sum-exp and gradients, also with out and lse of a larger softmax."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_forward_and_backward_equal_autograd(kernel, device, is_causal, has_bias
     query, grad = (torch.randn(2, 4, 300, 16, device=device, dtype=dtype) for _ in range(2))
     key, value = (torch.randn(2, 2, 300, 16, device=device, dtype=dtype) for _ in range(2))
     if kernel.why_not(query, key, has_bias, is_causal) is not None:
-        pytest.skip("the kernel does not take this call")
+        pytest.skip("the kernel does not support this call")
     seen = torch.rand(2, 1, 300, 300, device=device) < 0.5
     seen[..., 0] = True
     bias = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf) if has_bias else None
 
-    out, lse, kept = kernel.forward(query, key, value, bias, is_causal, 0.3)
-    out = out.contiguous()  # callers may lay it out anew before they hand it back
+    out, lse, aux = kernel.forward(query, key, value, bias, is_causal, 0.3)
+    out = out.contiguous()  # callers may change the memory layout before the backward
     if sink is not None:  # a larger softmax: out and lse with one more term in the denominator
         larger = torch.logaddexp(lse, torch.tensor(sink, device=device))
         out, lse = (out * torch.exp(lse - larger)[..., None]).to(dtype), larger
-    grads = kernel.backward(grad, query, key, value, out, lse.contiguous(), kept, bias, is_causal, 0.3)
+    grads = kernel.backward(grad, query, key, value, out, lse.contiguous(), aux, bias, is_causal, 0.3)
 
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * 0.3
@@ -57,6 +57,6 @@ def test_the_choice_is_explained():
     kernel, reason = choose_kernel(query, query, False, True)
     assert kernel.name == "cpu_flash"
     assert reason
-    assert CUDA_KERNELS[0].why_not(query, query, True, True) == "is used without a mask only"
+    assert CUDA_KERNELS[0].why_not(query, query, True, True) == "is used only without a mask"
     assert "cpu tensors" in CPU_KERNELS[0].why_not(query.to("meta"), query.to("meta"), False, True)
     assert choose_kernel(query.to("meta"), query.to("meta"), False, True)[0] is PLAIN

@@ -1,4 +1,4 @@
-"""The plan covers exactly the visible pairs, and tiles merge into one softmax."""
+"""Tiles cover exactly the visible pairs, and merge into one softmax."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tiles_cover_every_visible_pair_once(device):
         assert torch.equal(covered, seen.dense().expand(2, 1, queries, keys)[:, 0].long())
 
 
-def test_only_masks_that_need_rows_are_made_row_by_row():
+def test_only_windows_and_segments_are_split_into_blocks_of_rows():
     assert [len(tiles) for tiles in plan(make(600, 600, is_causal=True, padding=True), "cpu")] == [1]
     assert len(plan(make(600, 600, is_causal=True, window=9), "cpu")) == 3
 
@@ -46,10 +46,10 @@ def test_lse_of_merged_tiles_is_that_of_all_visible_scores(kinds):
     seen = make(30, 70, **kinds)
     query, key = torch.randn(2, 4, 30, 8, dtype=torch.float64), torch.randn(2, 2, 70, 8, dtype=torch.float64)
     sink = torch.tensor([-3.0, 0.0, 2.0, 9.0], dtype=torch.float64)
-    out, lse, _, kept = softmax_forward(query, key, key, sink, seen, 0.5)
+    out, lse, _, aux = softmax_forward(query, key, key, sink, seen, 0.5)
     scores = (query @ key.repeat_interleave(2, 1).mT * 0.5).masked_fill(~seen.dense(), -torch.inf)
     expected = torch.logaddexp(scores.logsumexp(-1), sink[:, None])
     torch.testing.assert_close(lse, expected)
     torch.testing.assert_close(out, torch.exp(scores - expected[..., None]) @ key.repeat_interleave(2, 1))
-    grads = softmax_backward(torch.ones_like(out), query, key, key, out, lse, seen, 0.5, kept)
+    grads = softmax_backward(torch.ones_like(out), query, key, key, out, lse, seen, 0.5, aux)
     assert [g.shape for g in grads] == [query.shape, key.shape, key.shape]

@@ -1,4 +1,4 @@
-"""Bad input is answered before any work, by an error that names the argument, the rule, the value and the way out."""
+"""Invalid arguments raise errors that name the argument, the rule, the value and a fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from affine_attention.testing import Case, make_inputs
 GOOD = {name: x for name, x in make_inputs(Case("affine_gated")).tensors.items() if x is not None}
 GOOD["sink"] = torch.zeros(4)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # PyTorch calls nested tensors a prototype
+    warnings.simplefilter("ignore")  # PyTorch warns that nested tensors are a prototype
     NESTED = torch.nested.nested_tensor([torch.ones(2, 65, 16), torch.ones(2, 60, 16)])
     JAGGED = torch.nested.nested_tensor([torch.ones(4, 65, 16), torch.ones(3, 65, 16)], layout=torch.jagged)
 
@@ -65,19 +65,23 @@ BAD = [
     ({"softmax_scale": True}, TypeError, "softmax_scale must be a number or None"),
     ({"window": -(10**5000)}, ValueError, "window must be at least 1"),
     ({"segment_ids": torch.zeros(2, 65, dtype=torch.uint32)}, TypeError, "got uint32; convert them with .long()"),
-    ({"query": torch.ones(2, 4, 65, 16).to_sparse()}, TypeError, "query must be a dense tensor, got a sparse_coo one"),
-    ({"key": torch.ones(2, 2, 65, 16).to_mkldnn()}, TypeError, "key must be a dense tensor, got a mkldnn one"),
-    ({"value": NESTED}, TypeError, "value must be a dense tensor, got a nested one"),
-    ({"query": JAGGED}, TypeError, "query must be a dense tensor, got a nested one"),
+    (
+        {"query": torch.ones(2, 4, 65, 16).to_sparse()},
+        TypeError,
+        "query must be a dense tensor, got a sparse_coo tensor",
+    ),
+    ({"key": torch.ones(2, 2, 65, 16).to_mkldnn()}, TypeError, "key must be a dense tensor, got a mkldnn tensor"),
+    ({"value": NESTED}, TypeError, "value must be a dense tensor, got a nested tensor"),
+    ({"query": JAGGED}, TypeError, "query must be a dense tensor, got a nested tensor"),
     ({"alpha": torch.ones(2, 4, 65).to_sparse()}, TypeError, "convert it with alpha.to_dense()"),
-    ({"mask": torch.ones(2, 65).bool().to_sparse()}, TypeError, "mask must be a dense tensor, got a sparse_coo one"),
+    ({"mask": torch.ones(2, 65).bool().to_sparse()}, TypeError, "mask must be a dense tensor, got a sparse_coo tensor"),
     ({"segment_ids": torch.ones(2, 65).long().to_sparse()}, TypeError, "segment_ids must be a dense tensor"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
 @pytest.mark.parametrize("function", [attention, explain])
-def test_bad_input_is_named(function, changes, error, words):
+def test_invalid_arguments_raise_clear_errors(function, changes, error, words):
     with pytest.raises(error) as caught:
         function(**(GOOD | changes))
     assert words in str(caught.value)
@@ -86,7 +90,7 @@ def test_bad_input_is_named(function, changes, error, words):
 @pytest.mark.parametrize(
     ("changes", "error", "words"), [b for b in BAD if set(b[0]) <= {"query", "alpha", "mask", "window"}]
 )
-def test_weights_check_the_same(changes, error, words):
+def test_attention_weights_validates_the_same(changes, error, words):
     given = {name: GOOD[name] for name in ("query", "key", "alpha", "beta", "sink")}
     with pytest.raises(error) as caught:
         attention_weights(**(given | changes))
@@ -105,15 +109,15 @@ def test_weights_check_the_same(changes, error, words):
         ),
         ({"key": None}, "key must be a tensor"),
         ({"key": None, "block_table": torch.zeros(2, 1).int()}, "key must be a tensor [pages, page_size, G, D]"),
-        ({"lengths": [3, 4]}, "lengths must be a tensor [B] of int32 or int64, one length a sequence, got list"),
-        ({"lengths": torch.ones(2)}, "lengths must be a tensor [B] of int32 or int64, one length a sequence, got float32"),  # noqa: E501
+        ({"lengths": [3, 4]}, "lengths must be a tensor [B] of int32 or int64, one length per sequence, got list"),
+        ({"lengths": torch.ones(2)}, "lengths must be a tensor [B] of int32 or int64, one length per sequence, got float32"),  # noqa: E501
         ({"lengths": torch.ones(2).int().to_sparse()}, "lengths must be a dense tensor"),
         ({"block_table": [[0]]}, "block_table must be a tensor [B, n] of int32 or int64"),
         ({"softmax_scale": 10**400}, "softmax_scale must be finite"),
         ({"window": "8"}, "window must be an int or None"),
     ],
 )  # fmt: skip
-def test_decoding_checks_the_same(changes, words):
+def test_decode_attention_validates_the_same(changes, words):
     x = torch.ones(2, 4, 3, 8)
     with pytest.raises((TypeError, ValueError)) as caught:
         decode_attention(**{"query": x, "key": x, "value": x} | changes)
@@ -121,7 +125,7 @@ def test_decoding_checks_the_same(changes, words):
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.float64])
-def test_an_fp32_gate_beside_a_query_that_autocast_leaves_alone(half):
+def test_autocast_keeps_an_fp32_gate_if_it_does_not_convert_the_query(half):
     x, gate = torch.randn(1, 2, 3, 8).to(half), torch.rand(1, 2, 3, 8)
     alpha = torch.rand(1, 2, 3)
     plain = attention(x, x, x, alpha=alpha, gate=gate)
@@ -132,8 +136,8 @@ def test_an_fp32_gate_beside_a_query_that_autocast_leaves_alone(half):
             attention(x, x.float(), x)
 
 
-def test_a_wrong_flag_is_refused_after_a_right_call():
-    """True equals 1 in a key: the plan of a right call must not serve a wrong one."""
+def test_an_invalid_flag_raises_after_a_valid_call():
+    """True equals 1 as a dict key: the cached plan of a valid call must not be used for an invalid one."""
     x = torch.randn(1, 2, 3, 8)
     attention(x, x, x, is_causal=True, softmax_scale=1.0, window=1)
     for changes in ({"is_causal": 1}, {"softmax_scale": True}, {"window": True}):
@@ -147,13 +151,13 @@ def test_one_tensor_of_segments_needs_equal_lengths():
         attention(query, key, key, segment_ids=torch.zeros(1, 3).long())
 
 
-def test_head_dim_has_an_upper_end():
+def test_head_dim_has_an_upper_limit():
     x = torch.ones(1, 1, 2, 264)
     with pytest.raises(ValueError, match="head dim D must be 1 to 256, got 264"):
         attention(x, x, x)
 
 
-def test_rows_may_be_better_than_the_query():
+def test_rows_may_have_a_wider_dtype_than_the_query():
     x = torch.randn(1, 2, 3, 8, dtype=torch.bfloat16)
     alpha = torch.rand(1, 2, 3)
     out = attention(x, x, x, alpha=alpha, beta=alpha.double(), sink=torch.zeros(2), gate=torch.rand(1, 2, 3, 8))
@@ -161,7 +165,7 @@ def test_rows_may_be_better_than_the_query():
 
 
 def test_a_softmax_scale_that_is_traced_does_not_break_the_graph():
-    """Under dynamic=True a float attribute of a module becomes symbolic, and math.isfinite cannot take it."""
+    """Under dynamic=True a float attribute of a module becomes symbolic, which math.isfinite does not support."""
     torch._dynamo.reset()
     call = torch.compile(
         lambda x, scale: attention(x, x, x, is_causal=True, softmax_scale=scale),

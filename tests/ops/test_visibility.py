@@ -15,7 +15,7 @@ LENGTHS = (0, 1, 7, FEW_QUERIES, FEW_QUERIES + 1, 65)
 def make(queries, keys, *, is_causal=False, window=None, segments=False, padding=False, pairs=0, seed=0) -> Visibility:
     generator = torch.Generator().manual_seed(seed)
 
-    def ids(length):  # far apart, negative, not contiguous, some only on one side
+    def ids(length):  # far apart, negative, not contiguous, some only for queries or only for keys
         return torch.randint(-2, 4, (2, length), generator=generator) * 10**17
 
     return Visibility(
@@ -45,7 +45,7 @@ def test_counts_and_sums_equal_products_with_the_dense_mask(is_causal, window, p
         torch.testing.assert_close(seen.sum_queries(y), dense.double().mT @ y)
 
 
-def test_dense_mask_is_the_rule_written_out():
+def test_dense_mask_equals_the_definition():
     seen = make(5, 9, is_causal=True, window=3, segments=True, padding=True)
     dense = seen.dense()
     for b, i, j in itertools.product(range(2), range(5), range(9)):
@@ -59,7 +59,7 @@ def test_dense_mask_is_the_rule_written_out():
         assert bool(dense[b, 0, i, j]) == expected
 
 
-def test_bounds_hold_every_visible_key_and_no_more_than_causal_and_window_leave():
+def test_key_bounds_are_tight_for_causal_and_window():
     for queries, keys in itertools.product((1, 5, 20), repeat=2):
         for is_causal, window in itertools.product([False, True], [None, 1, 4]):
             seen = make(queries, keys, is_causal=is_causal, window=window)
@@ -70,8 +70,8 @@ def test_bounds_hold_every_visible_key_and_no_more_than_causal_and_window_leave(
                 assert (start, stop) == ((columns[0], columns[-1] + 1) if columns else (start, start))
 
 
-def test_a_sum_contains_nothing_from_outside_its_range():
-    """A difference of prefix sums would let a huge or NaN value of another document into the sum."""
+def test_values_outside_a_range_do_not_affect_its_sum():
+    """A difference of prefix sums would mix a huge or NaN value of another document into the sum."""
     seen = make(40, 40, is_causal=True, window=6)
     x = torch.randn(2, 1, 40, 2)
     clean = seen.sum_keys(x)
@@ -83,7 +83,7 @@ def test_a_sum_contains_nothing_from_outside_its_range():
         assert torch.equal(summed[:, :, outside], clean[:, :, outside])
 
 
-def test_part_of_a_batch():
+def test_slice_of_a_batch():
     seen = make(6, 6, is_causal=True, segments=True, padding=True, pairs=1)
     part = seen.for_batch(slice(1, 2))
     assert part.batch == 1

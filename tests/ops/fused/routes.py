@@ -1,7 +1,7 @@
-"""Runs a call through a route that the test names, on a GPU or in Triton's interpreter.
+"""Runs a call through a given route, on a GPU or in Triton's interpreter.
 
-The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel replaces cuDNN's, and the formulas at the head
-of hopper/backward_kernels.py, in plain PyTorch, replace that kernel.
+The interpreter has neither cuDNN nor Gluon. There PyTorch's CPU kernel replaces cuDNN's, and a plain PyTorch version of
+the formulas in the docstring of hopper/backward_kernels.py replaces that kernel.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ CPU_FLASH = CpuFlash("cpu_flash")
 
 
 def make_route(forward: str, backward: str, call: AttentionCall, *, large: bool = False) -> Route:
-    """The route that `choose_route` would give the call if it took these kernels. `large` calls do not keep O."""
+    """The route that `choose_route` would return for these kernels. `large` calls do not save O."""
     alpha, beta, _, gate = call.rows
     if not call.needs_gradient:
-        return Route(forward, None, "nothing", "named by a test")
+        return Route(forward, None, "nothing", "chosen by a test")
     has_rows = alpha is not None or beta is not None or gate is not None
     drops_core = large and backward == "hopper" and gate is None
     saves = "softmax output" if has_rows and not drops_core else "output"
     promised = alpha is not None and gate is None and call.nonnegative_alpha
-    return Route(forward, backward, saves, "named by a test", shift=promised and saves == "softmax output")
+    return Route(forward, backward, saves, "chosen by a test", shift=promised and saves == "softmax output")
 
 
 def by_route(forward: str, backward: str, *, large: bool = False):
-    """A function of the operator's tensors that runs through these kernels."""
+    """A function of the operator's tensors that runs these kernels."""
 
     def run(**given):
         call = AttentionCall.of(**given)
@@ -80,7 +80,7 @@ class BackwardOnCpu(hopper_backward.HopperBackward):
 
 
 def formulas(e, query, key, value, row_numbers, later, softmax_scale, sum_block, block_n=128):
-    """dQ, dK and dV from the row numbers that the prologue has written and the block sums of beta E."""
+    """dQ, dK and dV from the row numbers written by the prologue and the block sums of beta E."""
     batch, heads, length, dim = query.shape
     groups = key.shape[1]
     k, v = (x.double().repeat_interleave(heads // groups, 1) for x in (key, value))
@@ -108,7 +108,7 @@ def formulas(e, query, key, value, row_numbers, later, softmax_scale, sum_block,
 
 
 def use_cpu_kernels(monkeypatch) -> None:
-    """In the interpreter: replaces what needs a GPU."""
+    """In the interpreter, replaces the kernels that need a GPU."""
     if not INTERPRETED:
         return
     monkeypatch.setattr("affine_attention.ops.fused.cudnn.forward.attend", attend_on_cpu)

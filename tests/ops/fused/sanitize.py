@@ -3,11 +3,11 @@
     make sanitize        # = --tools memcheck racecheck initcheck; needs a GPU and compute-sanitizer
     python -m tests.ops.fused.sanitize --tools initcheck --processes 13
 
-Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end or of memory
-that nothing wrote is seen. Prints the number of cases and, for each tool, what it reported. racecheck and initcheck
-also report accesses inside cuDNN's own kernels, and racecheck those by which Triton's compiler hands work to the warps
-of `gl.warp_specialize`, a word in shared memory before and behind a barrier: only another report is a failure. --check
-compares the results, without a sanitizer.
+Without PyTorch's caching allocator every tensor has its own allocation, so that out-of-bounds reads and reads of
+uninitialised memory are detected. Prints the number of cases and the reports of each tool. racecheck and initcheck also
+report accesses inside cuDNN's kernels, and racecheck those by which Triton's compiler hands work to the warps of
+`gl.warp_specialize` (a word in shared memory before and after a barrier): all other reports are failures. --check
+compares the results without a sanitizer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from affine_attention.testing import MAX_ERROR_RATIO, Case, error_ratios, grid_c
 
 NOT_SERVED = ("mask", "head_mask")
 LARGE = planning.LARGE
-LONGEST = 100  # in the place of 1000: a sanitizer runs a kernel hundreds of times slower
+LONGEST = 100  # instead of 1000: a sanitizer slows kernels down by a factor of hundreds
 
 
 def cases() -> list[Case]:
-    """Cases of the grid that the fused kernels serve, cut to lengths that a sanitizer can bear."""
+    """Cases of the grid that the fused kernels support, with lengths that are feasible under a sanitizer."""
     chosen = []
     for case in grid_cases(150, device="cuda"):
         if any(kind in NOT_SERVED for kind in case.visibility.split("+")):
@@ -68,7 +68,7 @@ def decode(case: Case) -> None:
 
 
 def show_unseen_writes() -> None:
-    """Makes initcheck count as written what is written: it sees neither how cuDNN writes its results nor TMA.
+    """Makes initcheck aware of writes that it does not detect: those of cuDNN and of TMA.
 
     Copies replace cuDNN's results. The tool then reports the kernel that copies, which is named after cuDNN, and reads
     of cuDNN's own kernels; a report in another kernel is an error. The gradients that TMA writes start as NaN;
@@ -86,7 +86,7 @@ def show_unseen_writes() -> None:
 
 
 def copy_of(x: torch.Tensor) -> torch.Tensor:
-    """A copy made by a kernel with a name, whose reading a sanitizer reports as such; `clone` is no kernel."""
+    """A copy made by a named kernel, so that a sanitizer reports its reads under that name; `clone` is not a kernel."""
     copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
     assert copy.untyped_storage().nbytes() == x.nbytes, f"gaps in {tuple(x.shape)}, strides {x.stride()}"
     _copy_cudnns_result[(triton.cdiv(x.numel(), 1024),)](x, copy, x.numel(), BLOCK=1024)
@@ -95,12 +95,12 @@ def copy_of(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _copy_cudnns_result(x, copy, count, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(copy + places, tl.load(x + places, mask=places < count), mask=places < count)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(copy + offsets, tl.load(x + offsets, mask=offsets < count), mask=offsets < count)
 
 
 def reported_kernels(output: str) -> Counter[str]:
-    """How often a sanitizer's output names each kernel."""
+    """The number of reports per kernel in the output of a sanitizer."""
     found: Counter[str] = Counter()
     for line in output.splitlines():
         if line.startswith("=========") and (place := re.search(r"\bat (?!0x)(.+?)(\+0x[0-9a-f]+.*)?$", line)):
@@ -115,7 +115,7 @@ def is_cudnns(kernel: str) -> bool:
 
 @functools.cache
 def hand_over_places() -> tuple[str, str]:
-    """Where in the source the hand-over of warps is found: the head of the kernel, and the call that asks for it."""
+    """Source lines of the hand-over to the warps: the definition of the kernel and its call of warp_specialize."""
     from affine_attention.ops.fused.hopper.backward_kernels import gradients_kernel
 
     lines, first = inspect.getsourcelines(gradients_kernel.fn)
@@ -125,12 +125,12 @@ def hand_over_places() -> tuple[str, str]:
 
 
 def sanitize(tool: str, processes: int) -> bool:
-    """Runs the cases under one tool, in several processes; True when nothing is reported outside of cuDNN."""
+    """Runs the cases under one tool, in several processes; True if all reports are inside cuDNN."""
     command = ["compute-sanitizer", "--tool", tool, "--show-backtrace", "no", "--print-limit", "1000000"]
     command += [sys.executable, "-W", "ignore", "-m", "tests.ops.fused.sanitize"]
     command += ["--initcheck"] if tool == "initcheck" else []
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    with contextlib.ExitStack() as stack:  # files, not pipes: a process waits where nobody empties its full pipe
+    with contextlib.ExitStack() as stack:  # files instead of pipes, because a full pipe blocks its process
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(processes)]
         running = [
             subprocess.Popen([*command, "--part", f"{part}/{processes}"], env=environment, stdout=file, stderr=file)
@@ -175,7 +175,7 @@ def main() -> None:
     for number, case in enumerate(cases()[first::step]):
         planning.LARGE = (
             0 if number % 2 else LARGE
-        )  # every second one as if it were large: other kernels, a side stream
+        )  # every second case with the kernels of large calls, which use a side stream
         forget_plans()
         if options.check:
             worst = max(error_ratios(case, "fused").values(), default=0.0)

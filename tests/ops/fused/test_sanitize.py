@@ -1,4 +1,4 @@
-"""Reports of compute-sanitizer are told apart by the kernel that they name."""
+"""Reports of compute-sanitizer are classified by the kernel that they name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_kernels_are_counted_by_name():
     }
 
 
-def test_the_hand_over_of_warps_is_counted_apart():
+def test_the_hand_over_of_warps_is_counted_separately():
     head, call = hand_over_places()
     file, line = head.split(":")
     source = Path(backward_kernels.__file__).read_text().splitlines()
@@ -51,7 +51,7 @@ def test_the_hand_over_of_warps_is_counted_apart():
     assert reported_kernels(report) == {"hand-over of warps": 3, "gradients_kernel": 1}
 
 
-def test_only_ours_are_faults():
-    """A file of ours that is named after cuDNN hides none; the copy of what cuDNN wrote is no fault."""
+def test_only_reports_in_our_kernels_are_failures():
+    """A report in our files named after cuDNN is a failure; one in the copy of cuDNN's result is not."""
     assert [kernel for kernel in reported_kernels(OUTPUT) if not is_cudnns(kernel)] == ["epilogue_kernel"]
     assert not reported_kernels("========= ERROR SUMMARY: 0 errors")

@@ -1,7 +1,7 @@
-"""The backward around cuDNN's: the row gradients before or beside it, the beta term of dV after it.
+"""The backward with cuDNN: the row gradients before it or on a side stream, the beta term of dV after it.
 
-cuDNN's backward takes the output and the log-sum-exp as inputs, so the pair with sink and alpha inside gives exact
-gradients (B7). Where alpha >= 0 is promised, alpha is in lse, and the row gradients run on a side stream.
+cuDNN's backward takes the output and the log-sum-exp as inputs, so passing both with the sink and alpha included gives
+exact gradients (B7). If the caller promises alpha >= 0, lse includes alpha, and the row gradients run on a side stream.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..shared.value_sums import block_of, padded, warps_of
 from ..shared.workspace import Workspace
 from .kernels import add_later_kernel
 
-ELEMENTS = 32  # of a tile, per thread
+ELEMENTS = 32  # elements of a tile per thread
 (GRAD, CORE, LSE, VALUE, ALPHA, BETA, SINK, GATE, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS, WEIGHTED,
  NUM_TENSORS) = range(15)  # fmt: skip
 
 
 class CudnnBackward:
-    """The gradients of one kind of call: of query, key, value, alpha, beta, sink and gate.
+    """The gradients of query, key, value, alpha, beta, sink and gate, for calls with one signature.
 
     Args:
-        call: the first call of the kind; its shapes, strides and dtypes hold for all.
+        call: the first call with a signature; all its calls have the same shapes, strides and dtypes.
         grad_out, core, lse: the tensors of the first backward.
         state: the layout of the forward's state.
-        shift: lse holds log(alpha) already (B7).
+        shift: lse already includes log(alpha) (B7).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CudnnBackward:
         batch, heads, num_queries, dim = query.shape
         self.groups, self.block = key.shape[1], block_of(dim)
         self.blocks = -(-num_queries // self.block)
-        # cuDNN copies a gradient whose strides differ from those of the output: then the prologue may write it.
+        # cuDNN would copy a gradient whose strides differ from those of the output, so the prologue writes it instead.
         self.reads_grad = gate is None and (alpha is None or shift) and grad_out.stride() == core.stride()
         self.makes_grad_core = not self.reads_grad
         self.later_shape = (batch, self.groups, self.blocks + 1, dim)
@@ -55,7 +55,7 @@ class CudnnBackward:
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
         self.weighted_dtype = dtype if has_weighted else None
         self.later = Slot(NUM_TENSORS + len(state.arrays)) if beta is not None else None
-        # The row gradients wait until cuDNN's main kernel runs, which is queued behind one that reads dOut and O.
+        # The row gradients wait until cuDNN's main kernel runs, which is queued behind a kernel that reads dOut and O.
         num_bytes = 2 * query.numel() * query.element_size()
         self.pause = START_CYCLES + PAUSE_PER_TRANSFER * cycles_to_move(num_bytes, query.device)
         self.has_side_stream = query.numel() >= WORTH_A_STREAM
@@ -64,7 +64,7 @@ class CudnnBackward:
         if self.later is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self.later_shape, self.later))
         self.prologue = LaunchSet({"prologue": prologue}, state, self.workspace)
-        self.add_later: LaunchSet | None = None  # made at the first call, which tells the strides of cuDNN's dV
+        self.add_later: LaunchSet | None = None  # created at the first call, which determines the strides of cuDNN's dV
 
     def __call__(
         self, grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor | None, *inputs: Tensor | None
@@ -75,7 +75,7 @@ class CudnnBackward:
         assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
-            # A test on an H200 had wrong gradients with other strides than the output's; the cause is not known.
+            # With strides other than the output's, a test on an H200 gave wrong gradients; the cause is unknown.
             grad_out = grad_out if self.reads_grad else torch.empty_like(core).copy_(grad_out)
             return *attend_backward(grad_out, query, key, value, core, lse, causal, scale), None, None, None, None
         grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
@@ -94,14 +94,14 @@ class CudnnBackward:
             (grad_out, core, lse, value, alpha, beta, sink, gate, grad_alpha, grad_beta, grad_gate, grad_core, parts,
              weighted), *buffers,
         )  # fmt: skip
-        side = SideStream(query.device, self.has_side_stream and not self.makes_grad_core)
+        side_stream = SideStream(query.device, self.has_side_stream and not self.makes_grad_core)
         if self.makes_grad_core:
             self.prologue.run("prologue", values, self.device)
         inner = grad_out if grad_core is None else grad_core
         grads = attend_backward(inner, query, key, value, core, lse, causal, scale)
         if not self.makes_grad_core:
-            side.run(lambda: self.prologue.run("prologue", values, self.device), self.pause)
-            side.join()
+            side_stream.run(lambda: self.prologue.run("prologue", values, self.device), self.pause)
+            side_stream.join()
         if beta is not None:
             if self.add_later is None:
                 self.add_later = LaunchSet({"later": [self._add_later(grad_out, grads[2])]}, self.workspace)
@@ -136,7 +136,7 @@ class CudnnBackward:
         )  # fmt: skip
 
     def _add_later(self, grad_out: Tensor, grad_value: Tensor) -> Launch:
-        """Adds the beta term to dV in place: from the sum of beta E over a group, or from dOut, beta and gate."""
+        """Adds the beta term to dV in place, from the sum of beta E over a group or from dOut, beta and gate."""
         query, (_, beta, _, gate) = self.call.query, self.call.rows
         is_weighted = self.weighted_dtype is not None
         rows = query.shape[2] * query.shape[3]
@@ -167,8 +167,8 @@ def attend_backward(
     is_causal: bool,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV of plain attention by cuDNN, from an O and an lse that may hold more than plain attention's."""
-    # Without dropout the seed is not read; one scalar is cheaper than two more outputs of the forward.
+    """dQ, dK and dV of plain attention by cuDNN; `core` and `lse` may include a sink and alpha."""
+    # Without dropout the seed is not read; a scalar is cheaper than saving two more outputs of the forward.
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, core, lse, seed, seed, None, None, None, query.shape[2], key.shape[2],

@@ -1,7 +1,7 @@
-"""Turns cuDNN's plain attention into the whole equation: memory-bound kernels after its forward and its backward.
+"""The epilogues of cuDNN's plain attention: memory-bound kernels after its forward and after its backward.
 
-F6 and F7 after the forward, from the pair (O, lse) that cuDNN returns; the rest of B4 after the backward. Every
-[B, H, T, D] tensor is read and written once. Sums and row quantities are fp32; no atomics.
+After the forward: F6 and F7, from O and lse. After the backward: the rest of B4. Every [B, H, T, D] tensor is read and
+written once. Sums and row quantities are fp32; no atomics.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def epilogue_kernel(
 ):  # fmt: skip
     """F6 and F7. One program owns BLOCK queries of HEADS heads of one group; corrects lse, with SHIFT as in B7.
 
-    Writes, where the pointer is not None, with core's strides: corrected = O with the sink, out. Both may be core.
-    marks [B, H, T] receives 1 for the rows of out in which O is lost to cancellation.
+    Outputs with the strides of core, skipped if the pointer is None: corrected = O with the sink, and out. Both may be
+    core. marks [B, H, T] is set to 1 for the rows of out in which O is lost to cancellation.
     """
     slot, block = locate(num_blocks, True)
     slots = heads // HEADS
     batch, first = (slot // slots).to(tl.int64), ((slot % slots) * HEADS).to(tl.int64)
     group = first // repeats
-    # 64-bit offsets for what a program owns, 32-bit ones inside its tile: half the registers of 64-bit pointers.
+    # 64-bit base offsets, 32-bit offsets inside the tile: half the registers of 64-bit offsets throughout.
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     first_row = (block * BLOCK).to(tl.int64)
     row_ok, col_ok = first_row + rows < num_queries, cols < HEAD_DIM
@@ -39,7 +39,7 @@ def epilogue_kernel(
 
     inner = rows[:, None] * core_t + cols[None, :]
     gate_inner = rows[:, None] * gate_t + cols[None, :]
-    # Prefetch the next head's tile before this head's arithmetic: the kernel is bound by memory.
+    # Prefetch the next head's tile before this head's arithmetic, since the kernel is memory-bound.
     next_tile = tl.load(core + (batch * core_b + first * core_h + first_row * core_t) + inner, mask=ok, other=0.0)
     if beta is not None:
         sums = sum_visible(
@@ -53,9 +53,9 @@ def epilogue_kernel(
         tile = next_tile.to(tl.float32)
         if HEADS > 1:
             next_tile = tl.load(core + outer + core_h + inner, mask=ok & (nth + 1 < HEADS), other=0.0)
-        lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+        lse_ptrs = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
         if (sink is not None) or SHIFT:
-            new_lse = tl.load(lse_place, mask=row_ok, other=0.0)
+            new_lse = tl.load(lse_ptrs, mask=row_ok, other=0.0)
         if sink is not None:
             sink_h = tl.load(sink + head).to(tl.float32)
             tile = tile / (1.0 + tl.exp(sink_h - new_lse))[:, None]
@@ -64,23 +64,23 @@ def epilogue_kernel(
             if corrected is not None:
                 tl.store(corrected + outer + inner, tile, mask=ok)
         if alpha is not None:
-            alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
-            alpha_rows = tl.load(alpha_place, mask=row_ok, other=1.0).to(tl.float32)
+            alpha_ptrs = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
+            alpha_rows = tl.load(alpha_ptrs, mask=row_ok, other=1.0).to(tl.float32)
             tile = tile * alpha_rows[:, None]
             if SHIFT:
                 new_lse -= tl.log(alpha_rows)
         if marks is not None:
             of_softmax = tl.sum(tile * tile, axis=1)
         if (sink is not None) or SHIFT:
-            # Several threads may hold a row of lse: all must have read it before one overwrites it.
+            # Several threads may hold the same row of lse: all must have read it before one overwrites it.
             tl.debug_barrier()
-            tl.store(lse_place, new_lse, mask=row_ok)
+            tl.store(lse_ptrs, new_lse, mask=row_ok)
         if beta is not None:
-            beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
-            tile += tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)[:, None] * sums
+            beta_ptrs = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
+            tile += tl.load(beta_ptrs, mask=row_ok, other=0.0).to(tl.float32)[:, None] * sums
         if gate is not None:
-            gate_place = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
-            tile = tile * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
+            gate_ptrs = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
+            tile = tile * tl.load(gate_ptrs, mask=ok, other=0.0).to(tl.float32)
         if marks is not None:
             of_output = tl.sum(tile * tile, axis=1)
             lost = cancellation_marks(first_row + rows, of_softmax, of_output, out.dtype.element_ty, HEAD_DIM)
@@ -97,35 +97,35 @@ def add_later_kernel(
     CAUSAL: tl.constexpr, SCANNED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """B4, last step. One program owns BLOCK keys of one key-value head; adds to grad_value in place.
+    """B4, last step. One program owns BLOCK keys of one key-value head; adds to grad_value in ptrs.
 
     `source` holds the sum of beta E over the heads of a group; for groups of one head it is dOut, and `beta` and `gate`
     are applied here.
     """
     slot, block = locate(num_blocks, True)
     batch, group = (slot // groups).to(tl.int64), (slot % groups).to(tl.int64)
-    # Rows in descending order: a plain scan then sums over later rows, with a quarter of a reversed scan's shuffles.
+    # With rows in descending order, a plain scan sums over later rows: a quarter of the shuffles of a reversed scan.
     rows, cols = BLOCK - 1 - tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     first_row = (block * BLOCK).to(tl.int64)
     row_ok, col_ok = first_row + rows < num_keys, cols < HEAD_DIM
     ok = row_ok[:, None] & col_ok[None, :]
     table += slot.to(tl.int64) * (query_blocks + 1) * HEAD_DIM
 
-    place = grad_value + (batch * gv_b + group * gv_g + first_row * gv_s) + rows[:, None] * gv_s + cols[None, :]
-    total = tl.load(place, mask=ok, other=0.0).to(tl.float32)
+    ptrs = grad_value + (batch * gv_b + group * gv_g + first_row * gv_s) + rows[:, None] * gv_s + cols[None, :]
+    total = tl.load(ptrs, mask=ok, other=0.0).to(tl.float32)
     if CAUSAL:
         source += batch * source_b + group * source_g + first_row * source_t
         tile = tl.load(source + rows[:, None] * source_t + cols[None, :], mask=ok, other=0.0)
         if gate is not None:
             gate += batch * gate_b + group * gate_h + first_row * gate_t
-            gate_place = gate + rows[:, None] * gate_t + cols[None, :]
-            tile = tile.to(tl.float32) * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
+            gate_ptrs = gate + rows[:, None] * gate_t + cols[None, :]
+            tile = tile.to(tl.float32) * tl.load(gate_ptrs, mask=ok, other=0.0).to(tl.float32)
         if beta is not None:
-            beta_place = beta + (batch * beta_b + group * beta_h + first_row * beta_t) + rows * beta_t
-            tile = tile.to(tl.float32) * tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+            beta_ptrs = beta + (batch * beta_b + group * beta_h + first_row * beta_t) + rows * beta_t
+            tile = tile.to(tl.float32) * tl.load(beta_ptrs, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         later = sum_before(table, num_blocks - 1 - block, cols, col_ok, HEAD_DIM, SCANNED)
         total += tl.cumsum(tile.to(tl.float32), axis=0)
     else:
         later = sum_before(table, query_blocks, cols, col_ok, HEAD_DIM, SCANNED)
     tl.debug_barrier()
-    tl.store(place, total + later[None, :], mask=ok)
+    tl.store(ptrs, total + later[None, :], mask=ok)

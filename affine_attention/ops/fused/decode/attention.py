@@ -1,6 +1,6 @@
-"""Decodes one kind of call: chooses tiles and splits, and launches the kernels of kernels.py.
+"""Chooses tiles and splits for decoding and launches the kernels of kernels.py.
 
-Short caches take one launch: with one split there is nothing to merge, and the first kernel finishes the rows itself.
+A short cache needs one launch: with a single split there is nothing to merge, so the first kernel writes the output.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor
 from ...call import CallSpec, TensorSpec
 from ..shared.allocation import like
 from ..shared.launch import Launch, LaunchSet, Slot
-from ..shared.tiles import LOG2E
+from ..shared.tile_functions import LOG2E
 from ..shared.value_sums import padded
 from ..shared.workspace import Workspace
 from .kernels import merge_kernel, split_kernel
 
 MAX_QUERIES = 16
-MAX_ROWS = 64  # of a tile; more rows (many heads per group, many queries) become more tiles
+MAX_ROWS = 64  # rows per tile; more rows (many heads per group, many queries) use more tiles
 MIN_STEPS = 2  # tiles of keys per split, at least
-MAX_STEPS_AT_ONCE = 8  # tiles of keys that one split may have where that saves the launch of the merge
+MAX_STEPS_AT_ONCE = 8  # up to this many tiles of keys, a single split is used, which saves the merge kernel
 MAX_SPLITS = 512
-MAX_ROW_STRIDE = 2**23  # of a page whose tiles have 32-bit offsets inside
+MAX_ROW_STRIDE = 2**23  # row stride up to which offsets inside a tile fit 32 bits
 (QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, KEY_MASK, LENGTHS, BLOCK_TABLE, OUT, NUM_TENSORS) = range(12)
 
 
 class Decode:
-    """The output [B, H, T, D] of one kind of call against a cache.
+    """Computes the output [B, H, T, D] of calls with one signature against a cache.
 
     Args:
-        call: the first call of the kind; for a paged cache key and value are [pages, page_size, G, D], and
+        call: the first call; for a paged cache key and value are [pages, page_size, G, D], and
             `visibility.num_keys` is pages * page_size.
-        lengths, block_table: of the first call; None where it has none.
+        lengths, block_table: those of the first call, or None.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Decode:
         tiles = -(-rows // block_m)
         programs = batch * groups * tiles
         num_sms, shared_bytes = _resources(query.device)
-        # The wide tiles are larger than the usual page.
+        # Wide tiles are larger than a typical page.
         plan = choose_tiles(block_d * query.element_size(), programs, num_sms, shared_bytes if page_size == 1 else 0)
         steps = -(-reach // plan.block_n)
         finish = num_queries == 1 and tiles == 1 and steps <= MAX_STEPS_AT_ONCE
         splits = 1 if finish else choose_splits(programs, steps, num_sms * plan.ctas_per_sm)
-        # A window may start anywhere in a page; and offsets inside a tile are then 32-bit.
+        # ONE_PAGE: a tile never crosses a page (a window may start anywhere), and its offsets fit 32 bits.
         near = max(key_strides[2], value_strides[2]) <= MAX_ROW_STRIDE
         one_page = block_table is not None and window is None and page_size % plan.block_n == 0 and near
         arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -113,7 +113,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Keys of a tile, warps, pipeline stages, and the CTAs that are resident on one SM."""
+    """Keys per tile, warps, pipeline stages, and resident CTAs per SM."""
 
     block_n: int
     warps: int
@@ -122,15 +122,15 @@ class DecodeTiles:
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most: with more, fewer CTAs would be resident, and the rest a second wave."""
+        """Maximum registers per thread; with more, fewer CTAs would be resident, and a second wave would follow."""
         return min(255, 2**16 // (32 * self.warps * self.ctas_per_sm))
 
 
 def choose_tiles(row_bytes: int, programs: int, num_sms: int, shared_bytes: int) -> DecodeTiles:
-    """Measured on an H200 with 512 MB of keys and values; row_bytes are those of one padded key.
+    """Tile sizes measured on an H200 with 512 MB of keys and values; row_bytes is the size of one padded key.
 
-    Long rows and few sequences: one CTA per SM with deep, wide tiles. Otherwise smaller tiles, and several CTAs per SM
-    that hide each other's latency.
+    Long rows and few sequences use one CTA per SM with wide tiles and a deep pipeline. Other calls use smaller tiles
+    and several CTAs per SM to hide latency.
     """
     if row_bytes <= 128:
         return DecodeTiles(64, 2, 3, 4)
@@ -141,10 +141,10 @@ def choose_tiles(row_bytes: int, programs: int, num_sms: int, shared_bytes: int)
 
 
 def choose_splits(programs: int, steps: int, room: int) -> int:
-    """Into how many parts the keys of a sequence are split, given the CTAs that there are without a split.
+    """The number of splits of the keys of a sequence, given the number of CTAs without a split.
 
-    As many as keep all CTAs resident at once (a second, nearly empty wave takes as long as a full one), at least
-    MIN_STEPS tiles of keys per part, and no empty parts.
+    As many as keep all CTAs resident at once (a second, nearly empty wave takes as long as a full one), with at least
+    MIN_STEPS tiles of keys per split and no empty splits.
     """
     wanted = max(1, min(room // programs, steps // MIN_STEPS, MAX_SPLITS))
     return -(-steps // -(-steps // wanted))
@@ -152,7 +152,7 @@ def choose_splits(programs: int, steps: int, room: int) -> int:
 
 @functools.cache
 def _resources(device: torch.device) -> tuple[int, int]:
-    """(SMs, bytes of shared memory that one CTA may use)."""
+    """(number of SMs, bytes of shared memory available to one CTA)."""
     if device.type != "cuda":
         return 4, 0
     properties: Any = torch.cuda.get_device_properties(device)

@@ -1,19 +1,18 @@
-"""A few queries against a long cache: split over the keys, one pass over K and V, then a merge. No gradients.
+"""Attention of a few queries to a long cache: split over the keys, one pass over K and V, then a merge. No gradients.
 
 With the keys of a sequence divided into splits c = 1..C, for each packed query row
 D1  m_c = max s_j,  l_c = sum exp(s_j - m_c),  a_c = sum exp(s_j - m_c) v_j   over the visible keys j of split c
-D2  a row whose query is zero has s = 0 on every visible key: its a_c is the plain sum of visible v. With `beta`, such
-    rows are one more head of the tile, and the sum of values costs no second pass and no second MMA.
+D2  a row whose query is zero has s = 0 for every visible key, so its a_c is the sum of visible v. With `beta`, such
+    rows form one more head of the tile, and the sum of values needs neither a second pass nor a second MMA.
 D3  m = max(m_1..m_C, sink),  O = sum_c exp(m_c - m) a_c / (sum_c exp(m_c - m) l_c + exp(sink - m))
 D4  out = gate * (alpha O + beta sum of v)
 
-The R = H / G heads that share a key-value head, times the T queries, are the rows of one tile. Scores are kept in
-units of log2.
+The T queries of the R = H / G heads that share a key-value head are the rows of one tile. Scores are in units of log2.
 
-Caches. Dense: key and value [B, G, S, D], any strides; `lengths` [B] says how many keys of each sequence are real,
-when the cache is larger than its content. Paged: key and value [pages, page_size, G, D], and `block_table` [B, n] of
-int, where key j of sequence b lies in page block_table[b, j // page_size], slot j % page_size; then S = n * page_size.
-Query t stands at position length - T + t: the last query is the last real key. Keys past the length are never read.
+Caches. Dense: key and value [B, G, S, D], any strides; `lengths` [B] is the number of filled keys of each sequence.
+Paged: key and value [pages, page_size, G, D], and an integer `block_table` [B, n]: key j of sequence b is in page
+block_table[b, j // page_size], slot j % page_size; then S = n * page_size. Query t has position length - T + t, so the
+last query is at the last filled key. Keys beyond the length are never read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..shared.tiles import LOG2E
+from ..shared.tile_functions import LOG2E
 
 
 @triton.jit
@@ -35,9 +34,9 @@ def split_kernel(
 ):  # fmt: skip
     """D1, D2. One program owns one split of the keys for BLOCK_M packed rows of one group; writes m, l and a.
 
-    Row r of the packing is query r % T of head r // T; a head past the group's last is the zero query of D2.
-    Parts are [B, G, splits, rows], part_acc with D behind. fp32 state. ONE_PAGE: no tile of keys crosses a page's end.
-    FINISH: there is one query, one split and one tile of rows; D3 and D4 follow here, and `out` is written.
+    Packed row r is query r % T of head r // T; the head after the group's last one is the zero query of D2. Parts are
+    [B, G, splits, rows], part_acc [B, G, splits, rows, D]. fp32 state. ONE_PAGE: no tile of keys crosses a page end.
+    FINISH: there is one query, one split and one tile of rows, so this kernel also computes D3 and D4 and writes `out`.
     """
     tiles = tl.cdiv(num_rows, BLOCK_M)
     split, tile_m = tl.program_id(0) % num_splits, (tl.program_id(0) // num_splits) % tiles
@@ -47,8 +46,8 @@ def split_kernel(
     col_ok = cols < HEAD_DIM
     head, query_at = rows // num_queries, rows % num_queries
     query_ok = head < heads_per_group
-    place = (group * heads_per_group + head) * query_h + query_at.to(tl.int64) * query_t
-    q = tl.load(query + batch * query_b + place[:, None] + cols[None, :], mask=query_ok[:, None] & col_ok, other=0.0)
+    offsets = (group * heads_per_group + head) * query_h + query_at.to(tl.int64) * query_t
+    q = tl.load(query + batch * query_b + offsets[:, None] + cols[None, :], mask=query_ok[:, None] & col_ok, other=0.0)
 
     length = num_keys
     if lengths is not None:
@@ -57,7 +56,7 @@ def split_kernel(
     low, high = 0, length
     if WINDOW:
         low = tl.maximum(length - num_queries - window + 1, 0)
-    # Each sequence is split by its own length, so that a short one does not leave programs idle at the end.
+    # Each sequence is split by its own length, so that no program of a short sequence is idle.
     steps = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), num_splits)
     start = low + split * steps * BLOCK_N
     stop = tl.minimum(start + steps * BLOCK_N, high)
@@ -78,10 +77,10 @@ def split_kernel(
         key_ok = keys < stop
         if key_mask is not None:
             key_ok &= tl.load(key_mask + batch * mask_b + keys.to(tl.int64) * mask_s, mask=key_ok, other=0) != 0
-        # Keys that no row sees are not read: stale memory may hold NaN, and 0 * NaN is NaN.
+        # Keys that no row sees are not loaded: stale memory may contain NaN, and 0 * NaN is NaN.
         tile_ok = key_ok[:, None] & col_ok[None, :]
         if ONE_PAGE:
-            # One look-up per tile, ahead of its use; the offsets inside the tile are 32-bit and do not change.
+            # One page look-up per tile, prefetched; the offsets inside a tile are 32-bit and loop-invariant.
             page = next_page.to(tl.int64)
             next_page = tl.load(entries + (first + BLOCK_N) // PAGE_SIZE, mask=first + BLOCK_N < stop, other=0)
             in_page = page * 0 + first % PAGE_SIZE
@@ -108,7 +107,7 @@ def split_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN.
+        # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(row_max - shift)
@@ -118,7 +117,7 @@ def split_kernel(
 
     if FINISH:
         if beta is not None:
-            # The scores of the zero query are 0, and so is their maximum: its accumulator is the sum of v.
+            # The scores of the zero query and their maximum are 0, so its accumulator is the sum of v.
             sums = tl.sum(tl.where((head == heads_per_group)[:, None], acc, 0.0), 0)
         own_head = (group * heads_per_group + head).to(tl.int64)
         is_empty = row_sum == 0.0  # no key is visible; the sum of a row with a NaN is NaN
@@ -132,16 +131,16 @@ def split_kernel(
         # A row that sees nothing, and has no sink, has row_sum = 0 and acc = 0.
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         if alpha is not None:
-            place = alpha + batch * alpha_b + own_head * alpha_h
-            acc *= tl.load(place, mask=query_ok, other=0.0).to(tl.float32)[:, None]
+            ptrs = alpha + batch * alpha_b + own_head * alpha_h
+            acc *= tl.load(ptrs, mask=query_ok, other=0.0).to(tl.float32)[:, None]
         if beta is not None:
-            place = beta + batch * beta_b + own_head * beta_h
-            acc += tl.load(place, mask=query_ok, other=0.0).to(tl.float32)[:, None] * sums[None, :]
+            ptrs = beta + batch * beta_b + own_head * beta_h
+            acc += tl.load(ptrs, mask=query_ok, other=0.0).to(tl.float32)[:, None] * sums[None, :]
         tile_ok = query_ok[:, None] & col_ok[None, :]
         if gate is not None:
-            place = gate + batch * gate_b + own_head[:, None] * gate_h + cols[None, :]
-            acc *= tl.load(place, mask=tile_ok, other=0.0).to(tl.float32)
-        # The coefficients of a row that sees nothing may hold anything, and 0 times NaN is NaN.
+            ptrs = gate + batch * gate_b + own_head[:, None] * gate_h + cols[None, :]
+            acc *= tl.load(ptrs, mask=tile_ok, other=0.0).to(tl.float32)
+        # The coefficients of a row that sees no key may be NaN, and 0 times NaN is NaN.
         acc = tl.where(is_empty[:, None], 0.0, acc)
         tl.store(out + batch * out_b + own_head[:, None] * out_h + cols[None, :], acc, mask=tile_ok)
     else:
@@ -194,15 +193,15 @@ def merge_kernel(
         acc = acc * rescale + tl.sum(weight[:, None] * tile, axis=0)
         top = new_top
 
-    # A row that sees nothing, and has no sink, has total = 0 and acc = 0.
+    # A row that sees no key and has no sink has total = 0 and acc = 0.
     acc = acc / tl.where(total == 0.0, 1.0, total)
     if alpha is not None:
         acc *= tl.load(alpha + batch * alpha_b + head * alpha_h + query_at * alpha_t).to(tl.float32)
     if beta is not None:
         acc += tl.load(beta + batch * beta_b + head * beta_h + query_at * beta_t).to(tl.float32) * sums
     if gate is not None:
-        gate_place = gate + batch * gate_b + head * gate_h + query_at * gate_t + cols
-        acc *= tl.load(gate_place, mask=col_ok, other=0.0).to(tl.float32)
-    # The coefficients of a row that sees nothing may hold anything, and 0 times NaN is NaN.
+        gate_ptrs = gate + batch * gate_b + head * gate_h + query_at * gate_t + cols
+        acc *= tl.load(gate_ptrs, mask=col_ok, other=0.0).to(tl.float32)
+    # The coefficients of a row that sees no key may be NaN, and 0 times NaN is NaN.
     acc = tl.where(key_sum == 0.0, tl.zeros_like(acc), acc)
     tl.store(out + batch * out_b + head * out_h + query_at * out_t + cols, acc, mask=col_ok)

@@ -1,4 +1,4 @@
-"""Runs the decode kernels by a plan that is made once for each kind of call; an operator of torch.library in graphs."""
+"""Runs the decode kernels with a plan per signature; in compiled graphs as a torch.library operator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _library.define(
 
 
 def decode(call: AttentionCall, lengths: Tensor | None = None, block_table: Tensor | None = None) -> Tensor:
-    """The output [B, H, T, D] in the dtype of query. kernels.py describes how caches are laid out.
+    """Returns the output [B, H, T, D] in the dtype of query. kernels.py describes the layout of caches.
 
-    `visibility.num_keys` is the capacity of the cache (S, or pages times page_size). With `lengths` the alignment is to
-    them, not to S. Every entry of `block_table` that a length covers must be a page of the cache; it is not checked,
-    which would wait for the device.
+    `visibility.num_keys` is the capacity of the cache (S, or pages times page_size). With `lengths`, queries are
+    aligned to them instead of S. Entries of `block_table` within a length must be pages of the cache; this is not
+    checked, because the check would synchronise.
     """
     if call.needs_gradient:
         raise ValueError("decode has no gradient, and an input requires one; call it under torch.no_grad()")
@@ -66,17 +66,17 @@ def _decode(
     for x in inputs:
         if x is not None:
             address |= x.data_ptr()
-    # Triton compiles apart for addresses at multiples of 16 bytes; masks and lengths need not be at one.
+    # Triton specialises on 16-byte aligned addresses; masks and lengths may be unaligned.
     aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in inputs) if address & 15 else True
-    kind = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs), aligned, is_causal,
+    signature = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs), aligned, is_causal,
             window, num_keys, softmax_scale)  # fmt: skip
-    plan = _plans.get(kind)
+    plan = _plans.get(signature)
     if plan is None:
-        plan = _new_plan(kind, inputs, is_causal, window, num_keys, softmax_scale)
+        plan = _new_plan(signature, inputs, is_causal, window, num_keys, softmax_scale)
     return on_device(plan.device, plan, *inputs)
 
 
-def _new_plan(kind: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale) -> Decode:
+def _new_plan(signature: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale) -> Decode:
     query, key, value, alpha, beta, sink, gate, key_mask, lengths, block_table = inputs
     seen = Visibility(
         query.shape[0], query.shape[2], num_keys, query.device, is_causal, window, key_mask=key_mask
@@ -85,12 +85,12 @@ def _new_plan(kind: tuple[Any, ...], inputs: list[Any], is_causal, window, num_k
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     specs = (None if x is None else TensorSpec.of(x) for x in (lengths, block_table))
-    plan = _plans[kind] = Decode(CallSpec.of(call), *specs)
+    plan = _plans[signature] = Decode(CallSpec.of(call), *specs)
     return plan
 
 
 def packed(x: Any) -> Any:
-    """The kernels read rows of D neighbours: a tensor whose last dimension is strided is copied."""
+    """Copies a tensor whose last dimension is strided: the kernels read contiguous rows."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,1 +1,1 @@
-"""The whole equation in Triton, for every visibility that is a range of keys, on every GPU that Triton serves."""
+"""All of the equation in Triton, for every visibility but dense masks, on every GPU that Triton supports."""

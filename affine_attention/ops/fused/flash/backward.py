@@ -1,7 +1,7 @@
-"""The backward for every visibility that is a range of keys, in Triton: row gradients, then dQ, then dK and dV.
+"""The backward in Triton, for every visibility but dense masks: row gradients, then dQ, then dK and dV.
 
-Three kernels: B2, B5 and B6 for the rows; dQ of B3; dK of B3 with B4. No division by alpha and no atomics: every
-program owns what it writes, so results are deterministic.
+Three kernels: B2, B5 and B6 for the rows; dQ of B3; dK of B3 with B4. There is no division by alpha and there are no
+atomics: every output element is written by one program, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from torch import Tensor
 from ...call import CallSpec, TensorSpec
 from ..shared.descriptors import key_section, query_section, tile_descriptor
 from ..shared.launch import ALIGNMENT, Launch, LaunchSet, Slot
-from ..shared.tile_sizes import Config
-from ..shared.tiles import (
+from ..shared.tile_functions import (
     FULL,
     GRID_NUMBERS,
     LEFT,
     LOG2E,
+    has_unseen_keys,
     load_row_scalars,
     load_tile,
-    needs_shield,
     scheduled_block,
     span_phase,
     store_row_scalars,
@@ -30,8 +29,9 @@ from ..shared.tiles import (
     sum_full_tiles,
     tile_span,
     visible_pairs,
-    without_broken,
+    zero_nonfinite,
 )
+from ..shared.tile_sizes import Config
 from ..shared.value_sums import padded
 from ..shared.workspace import Workspace
 from .forward import PRECISION, size_of
@@ -52,7 +52,7 @@ def _row_kernel(
 ):  # fmt: skip
     """B2, B5, B6. One program owns BLOCK_M queries of one head; writes delta, dalpha, dbeta, dgate, E, a part of dsink.
 
-    fp32 sums. Outputs of absent inputs are None.
+    fp32 sums. The outputs of inputs that are None are None.
     """
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -64,7 +64,7 @@ def _row_kernel(
     grad = load_tile(grad_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     e = grad.to(tl.float32)
     row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)
-    seen = row_lse != float("-inf")  # a row that sees nothing has zero gradients, whatever its coefficients hold
+    seen = row_lse != float("-inf")  # a row that sees no key has zero gradients, whatever its coefficients
     if gate_desc is not None:
         e *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
         e = tl.where(seen[:, None], e, 0.0)
@@ -73,7 +73,7 @@ def _row_kernel(
     row_dalpha = tl.sum(e * softmax_out, 1)
     row_delta = row_dalpha
     if gate_desc is not None:
-        # From E as B3 and B4 read it: where alpha E . v and delta cancel, both must be rounded the same way.
+        # Use E as rounded for B3 and B4: where alpha E . v and delta cancel, both need the same rounding.
         row_delta = tl.sum(e.to(grad.dtype).to(tl.float32) * softmax_out, 1)
     mixed = softmax_out
     if alpha is not None:
@@ -104,9 +104,9 @@ def _row_kernel(
                     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                     visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
                     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
-                    if needs_shield(rule, phase):
-                        v = without_broken(v)
-                    # dbeta needs E . v on the edges only; the sums themselves are for the gate.
+                    if has_unseen_keys(rule, phase):
+                        v = zero_nonfinite(v)
+                    # dbeta needs E . v in the masked tiles only; the gate needs the sums themselves.
                     value_grads = tl.dot(left, v.T, input_precision=PRECISION)
                     row_dbeta += tl.sum(tl.where(visible, value_grads, 0.0), 1)
                     if gate_desc is not None:
@@ -127,10 +127,10 @@ def _row_kernel(
 
 @triton.jit
 def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr):
-    """P of one tile in either orientation; row_lse is shaped to broadcast along the keys."""
+    """P of one tile in either orientation; row_lse broadcasts along the keys."""
     p = tl.exp2(scores * scale_log2 - row_lse)
     if MASKED:
-        # Select instead of multiplying by 0: an invisible key may hold NaN, an empty row has lse = -inf.
+        # Select instead of multiplying by 0: a masked key may be NaN, and an empty row has lse = -inf.
         p = tl.where(visible, p, 0.0)
     return p
 
@@ -149,7 +149,7 @@ def _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED: tl.const
 @triton.jit
 def _query_grad_step(
     dq, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, SHIELD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, UNSEEN: tl.constexpr,
 ):  # fmt: skip
     """B3, dQ, for one tile of keys."""
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
@@ -159,9 +159,9 @@ def _query_grad_step(
     if MASKED:
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
-    if SHIELD:
-        # Rows that see a key that is not finite are NaN through lse; the MMA must not spread it to the others.
-        k = without_broken(k)
+    if UNSEEN:
+        # Rows that see a non-finite key are NaN through lse; the MMA must not propagate it to other rows.
+        k = zero_nonfinite(k)
     p = _probabilities(scores, row_lse, visible, scale_log2, MASKED)
     value_grads = tl.dot(e, v.T, input_precision=PRECISION)
     ds = _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED)
@@ -204,7 +204,7 @@ def _query_grad_kernel(
             for tile in tl.range(begin, end):
                 total = _query_grad_step(
                     total, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule,
-                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, needs_shield(rule, phase),
+                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase),
                 )  # fmt: skip
     store_tile(dq, dq_strides, batch, head, queries, rule.num_queries, total * softmax_scale, HEAD_DIM, BLOCK_D)
 
@@ -215,12 +215,12 @@ def _key_grad_step(
     keys, rule, scale_log2,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """B3, dK, and B4 for one tile of queries. All tiles are transposed: an MMA takes its left operand as computed."""
+    """B3, dK, and B4 for one tile of queries. Tiles are transposed, so that P and dS are left operands of the MMAs."""
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_tile(q_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
     e = load_tile(e_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
     row_strides = (num_heads * rule.num_queries, rule.num_queries, 1)
-    # Rows beyond the end load as 0 everywhere (q, E, alpha, beta, delta, lse), so they add nothing.
+    # Rows beyond the end are loaded as 0 (q, E, alpha, beta, delta, lse), so they contribute nothing.
     row_lse = load_row_scalars(lse, row_strides, batch, head, queries, rule.num_queries)[None, :]
     row_delta = load_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries)[None, :]
     row_alpha = None
@@ -278,7 +278,7 @@ def _key_grad_kernel(
         head = kv_head * group + member
         for phase in tl.static_range(3):
             begin, end = span_phase(span, phase)
-            # An edge that nothing can mask is not compiled.
+            # A masked edge that cannot occur is not compiled.
             if (phase == FULL) or (ranges is not None) or ((rule.ahead if phase == LEFT else rule.back) is not None):
                 for tile in tl.range(begin, end):
                     dk_total, dv_total = _key_grad_step(
@@ -291,13 +291,13 @@ def _key_grad_kernel(
 
 
 class FlashBackward:
-    """The gradients of one kind of call: of query, key, value, alpha, beta, sink and gate.
+    """The gradients of query, key, value, alpha, beta, sink and gate, for calls with one signature.
 
     Args:
-        call: the first call of the kind, with addressable tensors; its shapes, strides and dtypes hold for all.
+        call: the first call with a signature, with addressable tensors; all its calls have the same specs.
         grad_out, core: the gradient of the output and the softmax output of the first backward, addressable.
         state: the layout of the forward's state.
-        sizes: tile sizes by kernel, in the place of those that are tuned or shipped.
+        sizes: tile sizes by kernel, instead of the tuned or shipped ones.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class FlashBackward:
         return *grads, grad_sink, grad_gate
 
     def _arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """delta, and with a gate E; without a gate E is the gradient itself."""
+        """The arrays delta and, with a gate, E; without a gate E is the gradient itself."""
         query = self.call.query
         arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"delta": (query.shape[:3], torch.float32)}
         if self.call.rows.gate is not None:
@@ -353,7 +353,7 @@ class FlashBackward:
         return *query.shape[:3], -(-query.shape[3] // unit) * unit
 
     def _e(self, grad_out: TensorSpec) -> TensorSpec:
-        """E as the kernels address it."""
+        """The spec of E."""
         if self.call.rows.gate is None:
             return grad_out
         _, heads, length, width = self._scaled_shape()
@@ -367,7 +367,7 @@ class FlashBackward:
         batch, heads, _, dim = query.shape
         rows = self.rows
         row_strides = (heads * query.shape[2], query.shape[2], 1)
-        # Heads along the first axis of the grid: the others end at 65535.
+        # Heads are on the first axis of the grid, because the others are limited to 65535.
         return Launch(
             _row_kernel, (batch * heads, self.num_blocks),
             (
@@ -422,7 +422,7 @@ class FlashBackward:
 
 
 def _with_strides(x: TensorSpec | None, slot: int, fresh: bool = False) -> tuple[Slot | None, tuple[int, ...] | None]:
-    """The slot and the strides of a tensor; with `fresh` those of a new tensor like it."""
+    """The slot and the strides of a tensor; with `fresh` the strides of a new tensor like it."""
     if x is None:
         return None, None
     return Slot(slot), x.fresh_strides if fresh else x.stride()

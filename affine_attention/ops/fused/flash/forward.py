@@ -1,4 +1,4 @@
-"""The forward for every visibility that is a range of keys: F1 to F8 in one pass over the keys, in Triton."""
+"""The forward in Triton, for every visibility but dense masks: F1 to F8 in one pass over the keys."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from ..shared import value_sums
 from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
-from ..shared.tile_sizes import Config
-from ..shared.tiles import (
+from ..shared.tile_functions import (
     FULL,
     GRID_NUMBERS,
     LEFT,
     LOG2E,
+    has_unseen_keys,
     is_finite,
     load_row_scalars,
     load_tile,
-    needs_shield,
     scheduled_block,
     span_phase,
     start_softmax,
@@ -29,42 +28,43 @@ from ..shared.tiles import (
     sum_full_tiles,
     tile_span,
     visible_pairs,
-    without_broken,
+    zero_nonfinite,
 )
+from ..shared.tile_sizes import Config
 from ..shared.tuned import chosen_config
 from ..shared.value_sums import padded
 from ..shared.workspace import Workspace
 from .ranges import RangeArrays
 from .rule import is_causal_only, make_rule, sums_are_prefixes
 
-PRECISION = "ieee"  # tf32 would lose precision that a caller of fp32 expects
+PRECISION = "ieee"  # tf32 would reduce the precision of fp32 calls
 (QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, OUT, CORE, NUM_TENSORS) = range(13)
 
 
 @triton.jit
 def _softmax_step(
     output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, SHIELD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, UNSEEN: tl.constexpr,
     SUM_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES a masked tile's part of F8."""
+    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES also F8 of a masked tile."""
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     scores = tl.dot(q, k.T, input_precision=PRECISION)
     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     if MASKED:
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
-        if SHIELD:
-            # A value that is not finite becomes a NaN score, which propagates to every row that sees it.
-            broken = tl.min(is_finite(v).to(tl.int32), 1) == 0
-            scores = tl.where(broken[None, :], float("nan"), scores)
-            v = without_broken(v)
+        if UNSEEN:
+            # A non-finite value becomes a NaN score, which propagates to every row that sees it.
+            nonfinite = tl.min(is_finite(v).to(tl.int32), 1) == 0
+            scores = tl.where(nonfinite[None, :], float("nan"), scores)
+            v = zero_nonfinite(v)
         scores = tl.where(visible, scores, float("-inf"))
         if SUM_VALUES:
             # The mask in the register layout of the scores, which feeds the MMA without a conversion.
             ones = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
             value_sum = tl.dot(ones, v, value_sum, input_precision=PRECISION)
-    # From the mask, not from the scores: the maximum of scores that are NaN may be -inf.
+    # Use the mask, not the scores: the maximum of NaN scores may be -inf.
     if MASKED:
         seen = seen | tl.max(visible.to(tl.int32), 1)
     else:
@@ -72,7 +72,7 @@ def _softmax_step(
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     base = new_max
     if MASKED:
-        # A row that has seen nothing yet: -inf - (-inf) is NaN.
+        # A row that has seen no key yet: -inf - (-inf) is NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(scores * scale_log2 - base[:, None])
     rescale = tl.exp2(row_max - base)
@@ -92,7 +92,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """F1 to F8. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
 
-    fp32 sums. `softmax_out` is None where it equals `out` or is not kept.
+    fp32 sums. `softmax_out` is None if it equals `out` or is not saved.
     """
     num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
     block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=True)
@@ -115,16 +115,17 @@ def _forward_kernel(
     seen = tl.zeros([BLOCK_M], tl.int32)  # 1 where a row sees a key
     for phase in tl.static_range(3):
         begin, end = span_phase(span, phase)
-        # The left edge is there for windows and segments only.
+        # Only windows and segments have a left edge.
         if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
             for tile in tl.range(begin, end):
                 output, value_sum, row_max, row_sum, seen = _softmax_step(
                     output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
-                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, needs_shield(rule, phase), beta is not None,
+                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase),
+                    beta is not None,
                 )  # fmt: skip
 
     output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-    # A row that sees nothing has lse = -inf, with a sink too: the backward recognises it by that.
+    # A row that sees no key has lse = -inf, even with a sink; the backward detects it by that.
     row_lse = tl.where(seen != 0, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
     if softmax_out is not None:
@@ -148,9 +149,9 @@ class FlashForward:
     """(out, softmax output or None, None, state) of one kind of call. The state holds lse in log2 and the sums of v.
 
     Args:
-        call: the first call of the kind, with addressable tensors; its shapes, strides and dtypes hold for all.
-        keeps_core: the softmax output is written beside the output.
-        sizes: tile sizes by kernel, in the place of those that are tuned or shipped.
+        call: the first call with a signature, with addressable tensors; all its calls have the same specs.
+        keeps_core: the softmax output is written in addition to the output.
+        sizes: tile sizes by kernel, instead of the tuned or shipped ones.
     """
 
     def __init__(self, call: CallSpec, *, keeps_core: bool, sizes: dict[str, Config] | None = None):
@@ -159,7 +160,7 @@ class FlashForward:
         self.keeps_core, self.device, self.new_out = keeps_core, query.get_device(), like(query)
         self.state = Workspace(flash_state(call, sizes), query.device)
         rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
-        # With beta, the sums of v in masked tiles need the registers that the wider tile takes.
+        # With beta, the sums of v in masked tiles need the registers that a wider tile would use.
         config = size_of("causal" if beta is None and is_causal_only(rule) else "forward", call, sizes)
         ranges = RangeArrays(call, rule, NUM_TENSORS + len(self.state.arrays))
         of_queries = ranges.add(config, "query")
@@ -201,7 +202,7 @@ class FlashForward:
 
 
 def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What the forward leaves for the backward: lse [B, H, T], and the table of the sums of v over its tiles."""
+    """The state saved for the backward: lse [B, H, T], and the table of the sums of v over the tiles."""
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"lse": (call.query.shape[:3], torch.float32)}
     if call.rows.beta is not None:
         block = size_of("forward", call, sizes).block_n
@@ -212,7 +213,7 @@ def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> dict[str, tu
 def size_of(kernel: str, call: CallSpec, sizes: dict[str, Config] | None) -> Config:
     """The tile sizes of "forward", "causal", "rows", "query_grads" or "key_grads"."""
     if kernel == "rows":
-        # The row gradients read the tile sums of the forward, so they share their size; fewer queries, for occupancy.
+        # The row gradients read the tile sums of the forward, so block_n is equal; fewer queries, for occupancy.
         forward = size_of("forward", call, sizes)
         return forward._replace(block_m=min(64, forward.block_m), num_warps=4)
     if sizes is not None:

@@ -1,4 +1,4 @@
-"""Turns segments and padding into tile ranges: which tiles a block visits, and which of them need no mask."""
+"""Computes tile ranges from segments and padding: which tiles a block visits, and which of them need no mask."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 from ...call import CallSpec
 from ..shared.launch import Launch, Slot
+from ..shared.tile_functions import Rule
 from ..shared.tile_sizes import Config
-from ..shared.tiles import Rule
 
-CHUNK = 16  # tiles of the other side per step
+CHUNK = 16  # tiles per step of the loop
 
 
 @triton.jit
@@ -21,23 +21,23 @@ def _range_kernel(
 ):  # fmt: skip
     """One program owns BLOCK_OWNER rows of one sequence; writes start, full_start, full_stop, stop, in tiles.
 
-    Ids are compared by their range in a tile: exact for sorted segments, and never too narrow for others.
+    Tiles are compared by their ranges of ids: exact for sorted segments, conservative for others.
     """
     batch = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     owners = block * BLOCK_OWNER + tl.arange(0, BLOCK_OWNER)
     in_owner = owners < num_owners
-    kept_owner = in_owner
+    unmasked_owner = in_owner
     if owner_mask is not None:
-        kept_owner = in_owner & (tl.load(owner_mask + batch * num_owners + owners, mask=in_owner, other=0) != 0)
-    # A block owner beyond the end is never stored, so it does not stop a tile from being full.
-    owner_whole = tl.min((kept_owner | (in_owner == 0)).to(tl.int32), 0)
-    owner_some = tl.max(kept_owner.to(tl.int32), 0)
+        unmasked_owner = in_owner & (tl.load(owner_mask + batch * num_owners + owners, mask=in_owner, other=0) != 0)
+    # An owned row beyond the end is never stored, so it does not prevent a tile from being full.
+    owner_whole = tl.min((unmasked_owner | (in_owner == 0)).to(tl.int32), 0)
+    owner_some = tl.max(unmasked_owner.to(tl.int32), 0)
     huge: tl.constexpr = 9223372036854775807
     if owner_segments is not None:
         own_ids = tl.load(owner_segments + batch * num_owners + owners, mask=in_owner, other=0).to(tl.int64)
-        owner_low = tl.min(tl.where(kept_owner, own_ids, huge), 0)
-        owner_high = tl.max(tl.where(kept_owner, own_ids, -huge), 0)
+        owner_low = tl.min(tl.where(unmasked_owner, own_ids, huge), 0)
+        owner_high = tl.max(tl.where(unmasked_owner, own_ids, -huge), 0)
 
     num_tiles = tl.cdiv(num_others, BLOCK_OTHER)
     start = num_tiles
@@ -49,18 +49,18 @@ def _range_kernel(
         tiles = first + tl.arange(0, CHUNK)
         others = tiles[:, None] * BLOCK_OTHER + tl.arange(0, BLOCK_OTHER)[None, :]
         in_other = others < num_others
-        kept = in_other
+        unmasked = in_other
         if other_mask is not None:
-            kept = in_other & (tl.load(other_mask + batch * num_others + others, mask=in_other, other=0) != 0)
-        whole = kept
+            unmasked = in_other & (tl.load(other_mask + batch * num_others + others, mask=in_other, other=0) != 0)
+        whole = unmasked
         if not MASK_TAIL:
-            whole = kept | (in_other == 0)
-        meets = (tl.max(kept.to(tl.int32), 1) * owner_some) != 0
+            whole = unmasked | (in_other == 0)
+        meets = (tl.max(unmasked.to(tl.int32), 1) * owner_some) != 0
         full = meets & ((tl.min(whole.to(tl.int32), 1) * owner_whole) != 0)
         if owner_segments is not None:
             ids = tl.load(other_segments + batch * num_others + others, mask=in_other, other=0).to(tl.int64)
-            low = tl.min(tl.where(kept, ids, huge), 1)
-            high = tl.max(tl.where(kept, ids, -huge), 1)
+            low = tl.min(tl.where(unmasked, ids, huge), 1)
+            high = tl.max(tl.where(unmasked, ids, -huge), 1)
             meets = meets & (low <= owner_high) & (high >= owner_low)
             full = full & (low == high) & (owner_low == owner_high) & (low == owner_low)
         start = tl.minimum(start, tl.min(tl.where(meets, tiles, num_tiles), 0))
@@ -68,7 +68,7 @@ def _range_kernel(
         full_start = tl.minimum(full_start, tl.min(tl.where(full, tiles, num_tiles), 0))
         full_stop = tl.maximum(full_stop, tl.max(tl.where(full, tiles + 1, 0), 0))
         num_full += tl.sum(full.to(tl.int32), 0)
-    # Only one run can go without a mask: where full tiles are scattered, all of them are masked.
+    # Only one contiguous run can skip the mask: if the full tiles are scattered, all tiles are masked.
     if num_full != full_stop - full_start:
         full_start = start
         full_stop = start
@@ -80,7 +80,7 @@ def _range_kernel(
 
 
 class RangeArrays:
-    """The tile ranges that the kernels of a pass need: one array, and one launch that writes it, for each tile size.
+    """The tile ranges for the kernels of a forward or backward: one array and one launch per tile size.
 
     Args:
         first_slot: the slot of the first array.
@@ -92,7 +92,7 @@ class RangeArrays:
         self.launches: list[Launch] = []
 
     def add(self, config: Config, owner: str) -> Slot | None:
-        """The slot of the ranges for `owner` "query" or "key"; None where nothing depends on data."""
+        """The slot of the ranges for `owner` "query" or "key"; None if visibility does not depend on data."""
         rule = self.rule
         if rule.query_segments is None and rule.key_mask is None:
             return None

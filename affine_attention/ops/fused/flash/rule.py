@@ -1,14 +1,14 @@
-"""Turns the visibility of a call into the rule that the kernels take as an argument."""
+"""Converts the visibility of a call to the `Rule` that the kernels take as an argument."""
 
 from __future__ import annotations
 
 from ...visibility import Visibility
 from ..shared.launch import Slot
-from ..shared.tiles import Rule
+from ..shared.tile_functions import Rule
 
 
 def make_rule(visibility: Visibility, query_segments: Slot, key_segments: Slot, key_mask: Slot) -> Rule:
-    """The rule of a call. Limits that no pair of the call can exceed are dropped."""
+    """The rule of a call, without limits that no pair of the call can exceed."""
     queries, keys, window = visibility.num_queries, visibility.num_keys, visibility.window
     reach = None if window is None or window >= max(queries, keys) else max(window, 0) - 1
     has_segments = visibility.query_segments is not None
@@ -24,10 +24,10 @@ def make_rule(visibility: Visibility, query_segments: Slot, key_segments: Slot, 
 
 
 def sums_are_prefixes(rule: Rule) -> bool:
-    """Whether the unmasked tiles of every row start at key 0."""
+    """True if the unmasked tiles of every row start at key 0."""
     return rule.back is None and rule.query_segments is None and rule.key_mask is None
 
 
 def is_causal_only(rule: Rule) -> bool:
-    """Whether a query sees all keys up to its own position, and nothing else restricts it."""
+    """True if every query sees exactly the keys up to its own position."""
     return sums_are_prefixes(rule) and rule.ahead == 0

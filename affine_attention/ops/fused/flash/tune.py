@@ -1,11 +1,11 @@
-"""Finds, when a user asks for it, the tile sizes with which the Triton kernels are fastest on this GPU.
+"""Implements `affine tune`: finds the fastest tile sizes of the Triton kernels on this GPU.
 
     affine tune                                       # the head dims of most models, bfloat16
     affine tune --head-dims 96 256 --dtype float32
 
-The sizes that ship were measured on an H200; other GPUs run with sizes that fit them but were not measured there. Every
-candidate is compiled, compared with the shipped sizes' result, and timed; the best of each kernel is saved (tuned.py).
-It concerns the flash route alone: windows, segments, padding, fp32, deterministic runs, and GPUs before Hopper.
+The shipped sizes were measured on an H200; on other GPUs they fit but were not measured. Every candidate is compiled,
+checked against the result of the shipped sizes, and timed; the best of each kernel is saved (tuned.py). Tuning affects
+only the flash route: windows, segments, padding, fp32, deterministic runs, and GPUs before Hopper.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .backward import FlashBackward
 from .forward import FlashForward
 
 ROUNDS = 10
-TURNS = 5  # of the best candidate and the shipped sizes, before one takes the other's place
-ELEMENTS = 2**25  # of query: enough work to fill a large GPU
-WORTH = 0.98  # of the shipped sizes' time: what is closer is noise
-HOPELESS = 1.5  # times the best time
+TURNS = 5  # final comparisons of the best candidate with the shipped sizes
+ELEMENTS = 2**25  # elements of query: enough work to fill a large GPU
+WORTH = 0.98  # a candidate must take at most this fraction of the shipped time; smaller differences are noise
+HOPELESS = 1.5  # skip deeper pipelines of a tile that takes this multiple of the best time
 COMPILERS = 16  # threads
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best tile sizes of one kernel, and what they and the shipped ones take, in milliseconds."""
+    """The best tile sizes of one kernel, and the times of these and of the shipped ones."""
 
     key: Key
     config: Config
@@ -53,7 +53,7 @@ class Found:
 
 
 def candidates(kernel: str, itemsize: int) -> list[Config]:
-    """What may be tried: tiles and warps of sizes that have won somewhere."""
+    """The candidates: tile sizes and warps that were the fastest for some kernel and GPU."""
     tiles = (16, 32, 64) if itemsize == 4 else (32, 64, 128)
     found = []
     for block_m, block_n, warps, stages in itertools.product(tiles, tiles, (4, 8), (2, 1, 3)):
@@ -74,15 +74,15 @@ def tune(
     only: dict[str, Iterable[Config]] | None = None,
     on_candidate: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Found]:
-    """The fastest tile sizes of one kernel after the other, for one head dim and dtype, on one GPU.
+    """Yields the fastest tile sizes of each kernel, for one head dim and dtype, on one GPU.
 
     Args:
-        head_dim: the result serves every head dim of its row in the table (up to 64, 128 or 256).
+        head_dim: the result is used for all head dims up to the next of 64, 128 and 256.
         dtype: bfloat16, float16 or float32; the first two share a row.
         device: a CUDA GPU (or the CPU, in Triton's interpreter, where times mean nothing).
-        length: of the sequences; the batch is chosen to fill the GPU.
-        only: candidates by kernel, in the place of `candidates`.
-        on_candidate: called at each with what is done, its number and their count.
+        length: sequence length; the batch is chosen to fill the GPU.
+        only: candidates by kernel, instead of `candidates`.
+        on_candidate: called for each candidate with the current step, its number and the number of candidates.
     """
     device = torch.device(device)
     if not 1 <= head_dim <= 256:
@@ -103,22 +103,22 @@ def tune(
 
 
 def _fastest(bench: _Bench, kernel: str, tried: list[Config], say: Callable[[str, int, int], None]) -> Found:
-    """The best of the shipped tile sizes of a kernel and those to be tried."""
+    """The fastest of the shipped tile sizes of a kernel and the candidates."""
     shipped = bench.chosen[kernel]
     tried = [shipped, *(config for config in tried if config != shipped)]
     if bench.device.type == "cuda":
         _compile(bench, kernel, tried, say)
-    right = bench.run(kernel, shipped)
+    expected = bench.run(kernel, shipped)
     best, best_time, shipped_time, count, failed = shipped, torch.inf, torch.inf, 0, 0
-    hopeless: set[tuple[int, ...]] = set()  # tiles and warps that a deeper pipeline would not save
+    hopeless: set[tuple[int, ...]] = set()  # (block_m, block_n, warps) for which a deeper pipeline would not help
     for number, config in enumerate(tried):
         say(f"{kernel}, measures", number + 1, len(tried))
         if config[:3] in hopeless:
             continue
         count += 1
         try:
-            same = all(_is_close(a, b) for a, b in zip(bench.run(kernel, config), right, strict=True))
-        except Exception as error:  # what a compiler or a driver raises for sizes that do not fit has many types
+            same = all(_is_close(a, b) for a, b in zip(bench.run(kernel, config), expected, strict=True))
+        except Exception as error:  # compilers and drivers raise many types for sizes that do not fit
             if config == shipped or isinstance(error, torch.OutOfMemoryError):
                 raise
             same = False
@@ -132,7 +132,7 @@ def _fastest(bench: _Bench, kernel: str, tried: list[Config], say: Callable[[str
             best_time = shipped_time = needed
         elif needed < min(best_time, WORTH * shipped_time):
             best, best_time = config, needed
-    if best != shipped:  # the first of many would win by luck, and clocks drift: once more, in turn
+    if best != shipped:  # the minimum of many noisy times is biased, and clocks drift: compare again, alternating
         turns = [[bench.milliseconds(kernel, config) for config in (shipped, best)] for _ in range(TURNS)]
         shipped_time, best_time = (statistics.median(times) for times in zip(*turns, strict=True))
         if best_time >= WORTH * shipped_time:
@@ -142,10 +142,10 @@ def _fastest(bench: _Bench, kernel: str, tried: list[Config], say: Callable[[str
 
 
 def _compile(bench: _Bench, kernel: str, configs: list[Config], say: Callable[[str, int, int], None]) -> None:
-    """Runs every candidate once, side by side: most of the time is the compiler's, which lets other threads go on."""
+    """Runs every candidate once, in threads: compilation takes most of the time and releases the GIL."""
 
     def attempt(config: Config) -> None:
-        # A thread begins on GPU 0. What is raised here comes again where the candidate is judged.
+        # A new thread uses GPU 0. Errors are suppressed here, because the candidate raises again when it is measured.
         with torch.cuda.device(bench.query.device), contextlib.suppress(Exception):
             bench.run(kernel, config)
 
@@ -156,7 +156,7 @@ def _compile(bench: _Bench, kernel: str, configs: list[Config], say: Callable[[s
 
 
 def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> Iterator[str]:
-    """`tune` for several head dims on the current GPU; saves each kernel's sizes, and says what was found, by lines."""
+    """Runs `tune` for several head dims on the current GPU, saves the sizes of each kernel, and yields log lines."""
     gpu = torch.cuda.get_device_name()
     yield f"{gpu}, {str(dtype).removeprefix('torch.')}, {length} tokens"
     shows = sys.stderr.isatty()
@@ -176,18 +176,18 @@ def tune_and_save(head_dims: Iterable[int], dtype: torch.dtype, length: int) -> 
 
 
 def describe(found: Found) -> str:
-    """One line about a kernel."""
+    """One line of text about a kernel."""
     kernel, _, head_dim = found.key
     if found.config == found.shipped:
-        change = f"{found.shipped_milliseconds:.3f} ms with the shipped sizes, which stay"
+        change = f"{found.shipped_milliseconds:.3f} ms with the shipped sizes, which are kept"
     else:
         change = f"{found.shipped_milliseconds:.3f} to {found.milliseconds:.3f} ms with {found.config}"
-    failed = f", {found.failed} of them unfit" if found.failed else ""
+    failed = f", {found.failed} of them invalid" if found.failed else ""
     return f"  {kernel}, head dims up to {head_dim}: {change} ({found.tried} tried{failed})"
 
 
 class _Bench:
-    """One causal call, whose kernels are run with given tile sizes; the others with the best that are known."""
+    """One causal call, which runs one kernel with given tile sizes and the others with the best known ones."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device, length: int):
         heads, groups = (8, 2) if device.type == "cuda" else (2, 1)
@@ -206,7 +206,7 @@ class _Bench:
         self.prepared: dict[tuple[str, Config], tuple[FlashForward, FlashBackward]] = {}
 
     def run(self, kernel: str, config: Config) -> list[Tensor]:
-        """What the kernel, with these tile sizes, makes of the call."""
+        """Runs the call with these tile sizes for one kernel and returns its outputs."""
         sizes = self.chosen | {kernel: config}
         rows = Rows(self.alpha, None if kernel == "causal" else self.beta)
         seen = Visibility(self.query.shape[0], self.length, self.length, self.device, is_causal=True)
@@ -226,12 +226,12 @@ class _Bench:
         return [x for x in backward(self.grad, core, state, *inputs) if x is not None]
 
     def milliseconds(self, kernel: str, config: Config) -> float:
-        """Median of some runs. Whatever runs beside the kernel is the same for all candidates."""
+        """Median time of ROUNDS runs. They include other kernels, which are the same for all candidates."""
         if self.device.type != "cuda":
             begin = time.perf_counter()
             self.run(kernel, config)
             return 1e3 * (time.perf_counter() - begin)
-        # One run after the other, without a pause: the GPU then waits for none of the host's work but the first's.
+        # Queue all runs without synchronising, so that the GPU waits for the host only before the first.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)]
         for mark in marks:
             self.run(kernel, config)
@@ -240,7 +240,7 @@ class _Bench:
         return statistics.median(start.elapsed_time(stop) for start, stop in itertools.pairwise(marks))
 
 
-def _is_close(x: Tensor, right: Tensor) -> bool:
-    """Within some rounding of each other: other tiles add up in another order, wrong ones give another result."""
+def _is_close(x: Tensor, expected: Tensor) -> bool:
+    """True up to rounding: other tile sizes sum in a different order."""
     tolerance = 16 * torch.finfo(x.dtype).eps
-    return bool((x.double() - right.double()).norm() <= tolerance * right.double().norm())
+    return bool((x.double() - expected.double()).norm() <= tolerance * expected.double().norm())

@@ -1,7 +1,7 @@
 """The backward of plain causal calls on Hopper: dQ, dK and dV in one Gluon kernel, after the row gradients.
 
-The kernel takes five MMAs per tile, and adds the beta term to dV. dQ is summed in fp32 in global memory, in an order
-that is not fixed, and converted at the end. Where O was not kept beside the output, rows that lost it to cancellation
+The kernel runs five MMAs per tile and adds the beta term to dV. dQ is accumulated in fp32 in global memory, in no fixed
+order, and converted at the end. If O was not saved in addition to the output, rows in which O is lost to cancellation
 are recomputed first (recompute.py), on the current stream, while the row gradients of the others run on a side stream.
 """
 
@@ -23,39 +23,39 @@ from ..shared.descriptors import tile_descriptor
 from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
 from ..shared.prologue import prologue_kernel
 from ..shared.side_stream import START_CYCLES, SideStream
+from ..shared.tile_functions import LOG2E
 from ..shared.tile_sizes import Config
-from ..shared.tiles import LOG2E
 from ..shared.value_sums import block_of, padded, warps_of
 from ..shared.workspace import Arrays, Workspace
 from . import recompute
 from .forward import slot_of, state_slots
 
-HEAD_DIMS = range(40, 129, 8)  # below, tiles of 64 columns are mostly empty
-# Gluon is experimental: the versions in which the kernel compiles to what was measured, without register spills.
+HEAD_DIMS = range(40, 129, 8)  # below 40, tiles of 64 columns are mostly padding
+# Gluon is experimental: these are the versions whose compiled kernel was measured and has no register spills.
 TRITON_VERSIONS = ((3, 6), (3, 7))
 ROW_UNIT = ALIGNMENT // 4
-# Measured on an H200: tiles of 128 queries where their scores fit the registers. Shared memory holds one CTA per SM.
+# Measured on an H200: tiles of 128 queries if their scores fit into registers. Shared memory allows one CTA per SM.
 NARROW, WIDE = Config(128, 128, 8, 3), Config(64, 128, 8, 3)
-# Elements of a tile per thread in the prologue; more than ELEMENTS spills with a gate.
+# Elements of a tile per thread in the prologue; with a gate, more than ELEMENTS would spill registers.
 ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
 # The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
 (GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
  NUM_TENSORS) = range(19)  # fmt: skip
-# With a projection, in the place of the last one.
+# The slots of a call with a projection, from the last one on.
 HIDDEN, WEIGHT, TOKEN_MASK, DHIDDEN, DWEIGHT, DSUMS, NUM_PROJECTED = range(NUM_TENSORS, NUM_TENSORS + 7)
 
 
 @functools.cache
 def why_not_here() -> str | None:
-    """The reason why this installation cannot run the kernel, None when it can."""
+    """The reason why this installation cannot run the kernel, or None if it can."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version not in TRITON_VERSIONS:
         known = " or ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
-        return f"is written for Triton {known}, got {triton.__version__}"
+        return f"needs Triton {known}, got {triton.__version__}"
     try:
         from . import backward_kernels  # noqa: F401
     except (ImportError, AttributeError) as error:
-        return f"needs Gluon as Triton {version[0]}.{version[1]} has it: {error}"
+        return f"needs the Gluon of Triton {version[0]}.{version[1]}: {error}"
     return None
 
 
@@ -65,17 +65,17 @@ def num_sms(device: torch.device) -> int:
 
 
 class HopperBackward:
-    """The gradients of one kind of causal call: of query, key, value, alpha, beta, sink and gate.
+    """The gradients of query, key, value, alpha, beta, sink and gate, for causal calls with one signature.
 
     Args:
-        call: the first call of the kind; its shapes, strides and dtypes hold for all.
-        grad_out, core, lse: the tensors of the first backward; `lse` is None where the state holds it.
+        call: the first call with a signature; all its calls have the same shapes, strides and dtypes.
+        grad_out, core, lse: the tensors of the first backward; `lse` is None if the state holds it.
         state: the layout of the forward's state.
-        shift: lse holds log(alpha) already (B7).
-        halves: dQ is summed in two halves of the heads, to halve the memory of the sums.
-        wants_sink: the gradient of the sink is wanted.
-        projection: the state holds alpha and beta; their gradients go on to hidden states and W_a here.
-        wants: with a projection, which gradients are wanted: of hidden, of W_a, and the sums of alpha.
+        shift: lse already includes log(alpha) (B7).
+        halves: dQ is accumulated for one half of the heads at a time, to halve the memory of the sums.
+        wants_sink: the gradient of the sink is needed.
+        projection: the state holds alpha and beta; their gradients continue to the hidden states and W_a here.
+        wants: with a projection, the needed gradients: of hidden, of W_a, and the sums of alpha.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class HopperBackward:
         self.sizes = NARROW if dim <= 64 else WIDE
         self.block_d = 64 if dim <= 64 else 128
         self.parts = 2 if halves else 1
-        # Without a negative alpha and a gate the kernel reads dOut itself.
+        # If alpha is not negative and there is no gate, the kernel reads dOut itself.
         self.makes_grad_core = gate is not None or not (alpha is None or shift or call.nonnegative_alpha)
         self.num_sink_parts = self.blocks + (recompute.num_parts(length) if self.has_marks else 0)
         self.workspace = Workspace(self._arrays(query, beta), query.device)
@@ -155,11 +155,11 @@ class HopperBackward:
         values = self.launches.values((grad_out, core, *inputs, lse, *new[:8], *projected, *new[8:]), state, buffer)
         *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts = new[:8]
         if self.has_marks:
-            side = SideStream(grad_out.device)
+            side_stream = SideStream(grad_out.device)
             self.launches.run("recompute", values, self.device)
-            # The recomputation starts first.
-            side.run(lambda: self.launches.run("prologue", values, self.device), START_CYCLES)
-            side.join()
+            # The pause lets the recomputation start first.
+            side_stream.run(lambda: self.launches.run("prologue", values, self.device), START_CYCLES)
+            side_stream.join()
         else:
             self.launches.run("prologue", values, self.device)
         self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, *inputs[:3], *grads)
@@ -188,13 +188,13 @@ class HopperBackward:
         ]  # fmt: skip
 
     def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor | None) -> None:
-        """Writes dQ, dK and dV. `tensors` are E, query, key, value and the three gradients, which the launches know."""
+        """Writes dQ, dK and dV. `tensors` are E, query, key, value and the gradients, for tests that override this."""
         self.launches.run("gradients", values, self.device)
 
     def _arrays(self, query: TensorSpec, beta: TensorSpec | None) -> Arrays:
         batch, heads, length, _ = query.shape
         arrays: Arrays = {
-            # -lse'/softmax_scale, -delta, beta, unused; T in whole units of what a descriptor can address.
+            # -lse'/softmax_scale, -delta, beta, unused; T is padded to the alignment of a descriptor.
             "row_numbers": ((batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT), torch.float32),
             "dq_sums": (self._sums_shape(batch, heads, length), torch.float32),
         }
@@ -249,7 +249,7 @@ class HopperBackward:
         )  # fmt: skip
 
     def _gradients(self, grad_out: TensorSpec, core: TensorSpec, slots: dict[str, Slot]) -> list[Launch]:
-        """The kernel and the conversion of dQ, once for each part of the heads."""
+        """The launches of the kernel and of the conversion of dQ, for each part of the heads."""
         from triton.experimental.gluon import language as gl
 
         from .backward_kernels import convert_kernel, gradients_kernel, zero_kernel
@@ -272,8 +272,8 @@ class HopperBackward:
 
         inner = core if self.makes_grad_core else grad_out
         blocks, tiles, slots_in_all = -(-length // sizes.block_n), -(-length // sizes.block_m), batch * self.groups
-        # One wave of CTAs covers all blocks of a few heads, longest first: their queries stay in L2, and they end at
-        # about the same time. Twice or half as many heads were up to 7 % slower.
+        # One wave of CTAs covers all blocks of a few heads, longest first: their queries stay in L2, and the CTAs end
+        # at about the same time. Twice or half as many heads were up to 7 % slower.
         section = max(1, num_sms(query.device) // blocks)
         part = -(-slots_in_all // self.parts)
         dq_strides = query.fresh_strides
@@ -310,13 +310,13 @@ class HopperBackward:
 
 
 def fresh(x: TensorSpec) -> TensorSpec:
-    """A new tensor like x."""
+    """The spec of a new tensor like x."""
     return TensorSpec(x.shape, x.fresh_strides, x.dtype, x.device)
 
 
-ADDED = 256  # numbers of dQ in a row of its descriptor: the longest that one may have
+ADDED = 256  # elements of dQ per row of its descriptor: the maximum of TMA
 
 
 def strides_of(x: TensorSpec | None) -> tuple[Any, ...]:
-    """The first three strides; zeros for an absent tensor."""
+    """The first three strides, or zeros for None."""
     return (0, 0, 0) if x is None else x.stride()[:3]

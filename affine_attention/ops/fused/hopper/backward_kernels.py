@@ -1,18 +1,19 @@
-"""Turns the gradient of a causal call's output into those of query, key and value in one kernel, on Hopper, in Gluon.
+"""Computes dQ, dK and dV of a causal call in one Gluon kernel on Hopper.
 
-One CTA owns BLOCK_N keys of one key-value head and visits every later tile of BLOCK_M queries of each query head of
-its group, with five MMAs. With E the gradient (gate and sign of alpha inside), P' = |alpha| P and delta = E . O (B7):
+One CTA owns BLOCK_N keys of one key-value head and loops over the later tiles of BLOCK_M queries of each query head of
+its group, with five MMAs per tile. With the gradient E (including gate and sign of alpha), P' = |alpha| P and
+delta = E . O (B7):
 
 S = K Q^T - lse'/softmax_scale     P' = exp2(S * scale_log2)     lse' = lse - log|alpha|
 dV += (P' + beta) E                dP = V E^T - delta            dS = P' dP
 dK += dS Q                         dQ += dS^T K                  (both * softmax_scale at the end)
 
-All tiles of scores are transposed, [keys, queries]: P' and dS then feed the MMAs of dV and dK from registers. The row
-quantities lse' and delta are the initial values of accumulators, so no register holds them. beta is constant along the
-keys: for later blocks its term is a sum over a table (B4), inside the CTA's own block a small MMA.
+All tiles of scores are transposed, [keys, queries], so that P' and dS feed the MMAs of dV and dK from registers. The
+row quantities lse' and delta are the initial values of accumulators and need no registers. beta is constant along the
+keys: its term is a sum over a table for later blocks (B4), and a small MMA inside the CTA's own block.
 
 Warps are specialised: one loads tiles by TMA, one adds finished tiles of dQ to global memory in fp32 by TMA, eight run
-the MMAs. They synchronise through mbarriers. The order of the additions is not fixed: deterministic calls take the
+the MMAs. They synchronise through mbarriers. The order of the additions is not fixed, so deterministic calls use the
 flash kernels.
 """
 
@@ -32,12 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..shared.tiles import GRID_NUMBERS
+from ..shared.tile_functions import GRID_NUMBERS
 
-WARPS = tl.constexpr(8)  # that run MMAs: two warp groups, 64 keys each
-ADDED = tl.constexpr(256)  # numbers of dQ in a row of its descriptor (backward.py)
-BETA_PART = tl.constexpr(32)  # queries of an MMA with beta: few, so that its weights do not spill
-SUM_ROWS = tl.constexpr(16)  # rows of a table without prefix sums that are loaded at once
+WARPS = tl.constexpr(8)  # warps that run MMAs: two warp groups, 64 keys each
+ADDED = tl.constexpr(256)  # elements of dQ per row of its descriptor (backward.py)
+BETA_PART = tl.constexpr(32)  # queries per MMA with beta: few, so that its weights do not spill
+SUM_ROWS = tl.constexpr(16)  # rows per load of a table without prefix sums
 WORKER_REGISTERS = tl.constexpr(24)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
@@ -65,9 +66,10 @@ def thread_order(BLOCK_M, BLOCK_D):
 
 @gluon.jit
 def in_thread_order(tile, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    """A tile of dQ as the MMA leaves it, flat in the order of its threads: registers are relabelled, no data moves.
+    """Flattens the MMA result of a tile of dQ in thread order: a relabelling of registers, no data movement.
 
-    A row is 16 a warp, 8 a half, thread // 4; a column is 16 a chunk, 8 a half, 2 (thread % 4), and one of a pair.
+    The row index is composed of warp (16), half (8) and thread // 4; the column index of chunk (16), half (8),
+    thread % 4 (2) and the element of a pair.
     """
     PARTS: gl.constexpr = 128 // BLOCK_M
     tile = tile.reshape([BLOCK_M // 16, 2, 8, PARTS, BLOCK_D // PARTS // 16, 2, 4, 2])
@@ -77,7 +79,7 @@ def in_thread_order(tile, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def nth_tile(n, group, diagonal, span):
-    """(query head of the group, tile after the block's first) of step n: the masked tiles of all heads come first."""
+    """(query head within the group, tile offset from the block's first) of step n; all masked tiles come first."""
     masked = group * diagonal
     is_masked = n < masked
     rest = gl.where(is_masked, n, n - masked)
@@ -91,7 +93,7 @@ def _load_tiles(
     batch, kv_head, block, num_heads, group, diagonal, span,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the block's keys and values, then tiles of queries, gradients and row numbers."""
+    """One warp loads the block's keys and values, then tiles of queries, gradients and row numbers."""
     own = full.index(STAGES)
     mbarrier.expect(own, 2 * k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block * BLOCK_N, 0], own, k_smem.index(0))
@@ -115,7 +117,7 @@ def _add_query_grads(
     dq_desc, dq_smem, dq_full, dq_empty, slot, group, diagonal, span, num_tiles, first_tile,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """One warp: adds each tile of dQ to memory. `slot` is the first query head, counted from the launch's first."""
+    """One warp adds each tile of dQ to global memory. `slot` is the first query head, relative to the launch."""
     for n in range(group * span):
         member, offset = nth_tile(n, group, diagonal, span)
         mbarrier.wait(dq_full, n & 1)
@@ -137,9 +139,9 @@ def _step(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, HAS_BETA: gl.constexpr,
 ):  # fmt: skip
-    """All MMAs with tile n of queries except its scores, which are an argument, and the scores of tile n + 1.
+    """All MMAs of query tile n except its scores, which are an argument, and the scores of tile n + 1.
 
-    MMAs are issued early and waited for late, but not later than their operands' registers are needed.
+    MMAs are issued early and waited for late, but before the registers of their operands are reused.
     """
     dtype: gl.constexpr = k_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
@@ -149,8 +151,8 @@ def _step(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [BLOCK_M // 16, 128 // BLOCK_M], [16, BLOCK_D // (128 // BLOCK_M), 16]
     )
-    # Always 0, which the compiler cannot know: it then recomputes the addresses of shared memory in every step instead
-    # of keeping them in registers that the MMAs need.
+    # Always 0, but the compiler cannot know that: it recomputes shared memory addresses in every step instead of
+    # keeping them in registers that the MMAs need.
     zero = n >> 30
     k = k_smem.index(zero).reshape([BLOCK_N, BLOCK_D])
     v = v_smem.index(zero).reshape([BLOCK_N, BLOCK_D])
@@ -184,7 +186,7 @@ def _step(
     ds_tile.store(ds)
     fence_async_shared()
     barrier()
-    # After the barrier no warp reads tile n - 1 any more.
+    # After the barrier no warp reads tile n - 1.
     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > 0)
     ds_left = gl.convert_layout(ds, left_layout)
     dk = warpgroup_mma(ds_left, q, dk, is_async=True)
@@ -197,7 +199,7 @@ def _step(
     mbarrier.wait(full.index(later), ((n + 1) // STAGES) & 1, pred=n + 1 < total)
     scores = nothing + _row_numbers(rows_smem, later, 0, BLOCK_M).load(score_layout)
     q = q_smem.index(later).reshape([BLOCK_M, BLOCK_D])
-    scores = warpgroup_mma(k, q.permute((1, 0)), scores, is_async=True)  # after the last tile: not read
+    scores = warpgroup_mma(k, q.permute((1, 0)), scores, is_async=True)  # unused after the last tile
 
     dq = warpgroup_mma_wait(1, deps=[dq])
     mbarrier.wait(dq_empty, (n & 1) ^ 1)
@@ -217,7 +219,7 @@ def _multiply(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr,
 ):  # fmt: skip
-    """Eight warps: every MMA, and the block's dK and dV."""
+    """Eight warps run all MMAs and write the block's dK and dV."""
     dtype: gl.constexpr = k_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
@@ -246,7 +248,7 @@ def _multiply(
             BLOCK_M, BLOCK_N, BLOCK_D, STAGES, False, HAS_BETA,
         )  # fmt: skip
     if HAS_BETA:
-        # The table is in reverse order: its first rows are the blocks of the last queries.
+        # The table is in reverse order: its first rows belong to the last query blocks.
         num_later = gl.maximum(num_sums - (block + 1) * (BLOCK_N // SUM_BLOCK), 0)
         table = later_sums + (batch * num_kv_heads + kv_head).to(gl.int64) * (num_sums + 1) * HEAD_DIM
         if SCANNED:
@@ -265,7 +267,7 @@ def _multiply(
                 sums += gl.load(table + at, mask=inside, other=0.0)
             later = gl.convert_layout(gl.sum(sums, 0), gl.SliceLayout(0, sum_layout))
         dv += later[None, :]
-    barrier()  # the last MMAs of every warp have read the keys
+    barrier()  # wait until the last MMAs of all warps have read the keys
     k.store((dk * softmax_scale).to(dtype))
     v.store(dv.to(dtype))
     fence_async_shared()
@@ -284,13 +286,12 @@ def gradients_kernel(
 ):  # fmt: skip
     """One CTA owns BLOCK_N keys of one key-value head; writes dK and dV, adds to dQ.
 
-    A launch serves `num_programs` key-value heads of the batch, starting at `first_slot`. rows_desc: [B * H, 4, T] in
-    fp32, -lse'/softmax_scale, -delta, beta, unused. dq_desc: the launch's query heads, tiles in the order of their
-    threads.
+    A launch processes `num_programs` key-value heads of the batch, starting at `first_slot`. rows_desc: [B * H, 4, T]
+    in fp32, -lse'/softmax_scale, -delta, beta, unused. dq_desc: the launch's query heads, tiles in thread order.
     """
     num_blocks = gl.cdiv(length, BLOCK_N)
     program = gl.program_id(0)
-    # Heads in sections whose queries fit the L2 cache, longest blocks first: `scheduled_block` of tiles.py.
+    # Heads in sections whose queries fit the L2 cache, longest blocks first, as in `scheduled_block`.
     first = program // (num_blocks * section) * section
     rest = program % (num_blocks * section)
     here = gl.minimum(section, num_programs - first)
@@ -349,7 +350,7 @@ def convert_kernel(
     sums, dq, dq_strides, softmax_scale, length, num_tiles, num_heads, first_slot,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one tile of dQ; converts fp32 in the order of the threads to rows in the dtype of `dq`.
+    """One program owns one tile of dQ; converts fp32 in thread order to rows in the dtype of `dq`.
 
     `first_slot` is the first query head of the launch, which has its own `sums`.
     """
@@ -357,18 +358,18 @@ def convert_kernel(
     tile = tl.program_id(0) % num_tiles
     PARTS: tl.constexpr = 128 // BLOCK_M
     at = sums + (slot.to(tl.int64) * num_tiles + tile) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-    # The reverse of `in_thread_order`.
+    # The inverse of `in_thread_order`.
     numbers = tl.load(at).reshape(PARTS, BLOCK_M // 16, BLOCK_D // PARTS // 16, 2, 8, 4, 2, 2)
     numbers = numbers.permute(1, 3, 4, 0, 2, 6, 5, 7).reshape(BLOCK_M, BLOCK_D) * softmax_scale
     rows, columns = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     batch, head = ((first_slot + slot) // num_heads).to(tl.int64), ((first_slot + slot) % num_heads).to(tl.int64)
-    place = dq + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2]
+    ptrs = dq + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2]
     inside = (rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(place + columns[None, :], numbers.to(dq.dtype.element_ty), mask=inside)
+    tl.store(ptrs + columns[None, :], numbers.to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def zero_kernel(pointer, size, BLOCK: tl.constexpr):
-    """One program sets BLOCK numbers to 0."""
+    """One program sets BLOCK elements to 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(pointer + at, tl.zeros([BLOCK], dtype=tl.float32), mask=at < size)

@@ -1,7 +1,7 @@
 """The forward of plain causal calls in one Triton kernel on Hopper: sink, alpha, beta and gate in its epilogue.
 
-The sums of v that beta needs come from one or two small kernels in front of it. By programmatic dependent launch it
-starts before they have ended, and waits only where it reads their table.
+The sums of v that beta needs are computed by one or two small kernels before it. With programmatic dependent launch it
+starts before they have finished, and waits only before it reads their table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..shared import value_sums
 from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
+from ..shared.tile_functions import LOG2E
 from ..shared.tile_sizes import Config
-from ..shared.tiles import LOG2E
 from ..shared.value_sums import block_of, padded
 from ..shared.workspace import Arrays, Workspace
 from .forward_kernels import causal_kernel
@@ -36,14 +36,14 @@ def tile_sizes(dim: int, device: torch.device) -> Config:
 
 
 class HopperForward:
-    """(out, O or None, None, state) of one kind of causal call. The state holds lse, the table of sums and the marks.
+    """Returns (out, O or None, None, state) for causal calls. The state holds lse, the table of sums and the marks.
 
     Args:
-        call: the first call of the kind; its shapes, strides and dtypes hold for all.
-        keeps_core: O is written beside the output.
-        keeps_marks: the rows of the output that have lost O to cancellation are marked.
-        shift: lse - log(alpha) is written in the place of lse (B7).
-        projection: alpha and beta are computed here, from hidden states, and kept in the state with the scores.
+        call: the first call with a signature; all its calls have the same shapes, strides and dtypes.
+        keeps_core: O is written in addition to the output.
+        keeps_marks: rows of the output in which O is lost to cancellation are marked.
+        shift: lse - log(alpha) is written instead of lse (B7).
+        projection: alpha and beta are computed here from hidden states, and saved in the state with the scores.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HopperForward:
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
         scanned = value_sums.is_scanned(table_length, query.numel())
         rows, wide = sizes.block_m, sizes.block_n
-        # Few CTAs: the MMAs of the sums cost less than a launch.
+        # With few CTAs, computing the sums by MMAs in this kernel costs less than a launch.
         sums_here = beta is not None and not scanned and -(-length // rows) * batch * heads <= FEW_CTAS
         early = beta is not None and not sums_here and query.is_cuda
         launches: list[Launch] = []
@@ -121,7 +121,7 @@ def slot_of(x: TensorSpec | None, index: int) -> Slot | None:
 
 
 def state_arrays(call: CallSpec, with_lse: bool, with_marks: bool) -> Arrays:
-    """What a forward leaves in its state: lse [B, H, T], the table of the sums of v, the marks [B, H, T]."""
+    """The arrays of a forward's state: lse [B, H, T], the table of the sums of v, the marks [B, H, T]."""
     shape = call.query.shape[:3]
     arrays: Arrays = {}
     if with_lse:
@@ -134,7 +134,7 @@ def state_arrays(call: CallSpec, with_lse: bool, with_marks: bool) -> Arrays:
 
 
 def state_slots(state: Workspace, first: int) -> tuple[Slot | None, Slot | None, Slot | None]:
-    """The slots of lse, table and marks, where the state starts at slot `first`; None for one that it does not hold."""
+    """The slots of lse, table and marks if the state starts at slot `first`; None for arrays that it does not hold."""
     lse, table, marks = (
         Slot(first + state.index(name)) if name in state.arrays else None for name in ("lse", "table", "marks")
     )

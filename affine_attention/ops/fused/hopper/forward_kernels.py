@@ -1,9 +1,8 @@
-"""Turns a plain causal call into the whole equation in one kernel: the tiles of keys before a query block, in order.
+"""Computes F1 to F7 of a plain causal call in one kernel.
 
-For query block n of BLOCK_M rows: tiles of WIDE keys as long as they fit before the block, a tile of BLOCK_M keys where
-one is left over, then the block's own keys, the only tile that needs a mask. The sum of v (F8) comes from the table for
-the keys before the block, and from one MMA with the values for its own keys. F1 to F7; lse is natural, as the backward
-reads it.
+For a query block of BLOCK_M rows, the kernel loops over tiles of WIDE keys as long as they fit before the block, then
+over a remaining tile of BLOCK_M keys, then over the block's own keys, the only tile that needs a mask. The sum of v
+(F8) is read from the table for the keys before the block, and computed by an MMA for its own keys. lse is natural.
 """
 
 from __future__ import annotations
@@ -12,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..shared.tiles import GRID_NUMBERS, LOG2E, load_row_scalars, load_tile, scheduled_block, start_softmax, store_tile
+from ..shared.tile_functions import (
+    GRID_NUMBERS,
+    LOG2E,
+    load_row_scalars,
+    load_tile,
+    scheduled_block,
+    start_softmax,
+    store_tile,
+)
 from ..shared.value_sums import sum_before
 from .recompute_kernels import cancellation_marks
 
@@ -35,7 +42,7 @@ def _write_block_sums(
 ):  # fmt: skip
     """Sums of the blocks of one tile of v, for the backward: row n + 1 of the table is the sum of block n.
 
-    The heads of a group have the same values; the first one writes. Rows beyond the table's end hold no keys.
+    The heads of a group share their values, so only the first one writes. Rows beyond the end of the table are skipped.
     """
     PARTS: tl.constexpr = BLOCK_M // TABLE_BLOCK
     sums = tl.sum(tl.reshape(v, PARTS, TABLE_BLOCK, BLOCK_D).to(tl.float32), 1)
@@ -55,9 +62,9 @@ def causal_kernel(
 ):  # fmt: skip
     """F1 to F7. One program owns BLOCK_M queries of one head; writes out, O, and lse (with SHIFT lse - log(alpha), B7).
 
-    `softmax_out` is None where O is `out` or is not kept; it has the strides of `out`. `marks` [B, H, T], where not
-    None, receives 1 for the rows of out in which O is lost to cancellation. SUMS_HERE: the values are summed in the
-    loop, by an MMA with ones, and the sums of the block's own values are written to the table. fp32 sums.
+    `softmax_out` is None if O is `out` or is not saved; it has the strides of `out`. `marks` [B, H, T], if not None, is
+    set to 1 for the rows of out in which O is lost to cancellation. SUMS_HERE: the values are summed in the loop, by an
+    MMA with ones, and the sums of the block's own values are written to the table. fp32 sums.
     """
     block, batch_head = scheduled_block(tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True)
     batch = (batch_head // num_heads).to(tl.int64)
@@ -93,7 +100,7 @@ def causal_kernel(
         if SUMS_HERE:
             before = before_rows
         else:
-            # Loaded before the last tile, whose arithmetic hides the latency.
+            # Load before the last tile, whose arithmetic hides the latency.
             if EARLY:
                 gdc_wait()
             first = block * (BLOCK_M // TABLE_BLOCK)
@@ -113,7 +120,7 @@ def causal_kernel(
     row_sum = row_sum * rescale + tl.sum(p, 1)
     row_lse = (new_max + tl.log2(row_sum)) / LOG2E
     factor = 1.0 / row_sum
-    # This is the last tile: row_sum is complete, and the weights can be normalised.
+    # This is the last tile, so row_sum is complete and the weights can be normalised.
     output = output * (rescale * factor)[:, None]
     p = p * factor[:, None]
     if alpha is not None:
@@ -147,8 +154,8 @@ def causal_kernel(
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
     store_tile(out, out_strides, batch, head, queries, length, output, HEAD_DIM, BLOCK_D)
-    row_place = batch_head.to(tl.int64) * length + queries
-    tl.store(lse + row_place, row_lse, mask=queries < length)
+    row_offsets = batch_head.to(tl.int64) * length + queries
+    tl.store(lse + row_offsets, row_lse, mask=queries < length)
     if marks is not None:
         lost = cancellation_marks(queries, of_softmax, tl.sum(output * output, 1), out.dtype.element_ty, HEAD_DIM)
-        tl.store(marks + row_place, lost, mask=queries < length)
+        tl.store(marks + row_offsets, lost, mask=queries < length)

@@ -1,8 +1,7 @@
-"""E . O for the rows whose output has lost O to cancellation, so that a large call need not keep O beside its output.
+"""Recomputes E . O for the rows in which O is lost to cancellation, so that a large call need not save O.
 
-out = alpha O + beta n, and the backward needs E . O = (E . out - beta E . n) / alpha (B8). Where alpha O is small in
-out, rounding out to 16 bits has destroyed it. The forward marks these rows, and the backward recomputes their weights,
-and only theirs.
+out = alpha O + beta n, and the backward needs E . O = (E . out - beta E . n) / alpha (B8). If alpha O is small in out,
+it is lost when out is rounded to 16 bits. The forward marks these rows, and the backward recomputes their weights only.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from typing import Any
 from ...call import CallSpec, TensorSpec
 from ..shared.descriptors import tile_descriptor
 from ..shared.launch import Launch, Slot
+from ..shared.tile_functions import LOG2E
 from ..shared.tile_sizes import Config
-from ..shared.tiles import LOG2E
 from ..shared.value_sums import padded
 from .recompute_kernels import list_kernel, recompute_kernel
 
-LISTED = 1024  # rows per step of the list, in its one program for each head
+LISTED = 1024  # rows per step of the list kernel, which has one program per head
 SIZES = Config(64, 64, num_warps=4, num_stages=2)  # measured on an H200
 
 
 def num_parts(num_queries: int) -> int:
-    """Programs of a head: each writes one part of the sink's gradient."""
+    """Programs per head; each writes one part of the sink's gradient."""
     return -(-num_queries // SIZES.block_m)
 
 
@@ -37,7 +36,7 @@ def launches(
     num_sink_parts: int,
     wants_sink: bool,
 ) -> list[Launch]:
-    """Write, for marked rows, the gradient of alpha, delta, and the last `num_parts` parts of the sink's gradient."""
+    """Launches that write, for marked rows, dalpha, delta, and the last `num_parts` parts of the sink's gradient."""
     from . import backward as at  # the order of the slots
 
     query, key, value, (alpha, _, _, _) = call[:4]

@@ -1,1 +1,1 @@
-"""What the kernel families share: launches, tile sizes, tiles, sums of values, the side stream."""
+"""Code shared by the kernel families: launches, tile sizes, functions on tiles, sums of values, the side stream."""

@@ -1,7 +1,7 @@
-"""Allocates tensors of a known shape at the cost of the caching allocator.
+"""Allocates tensors of known shapes with little more overhead than the caching allocator itself.
 
-`torch.empty` parses its arguments and goes through the dispatcher, which takes as long as a kernel launch. PyTorch's
-compiler has a function for tensors whose shape, strides and dtype are known; it allocates on the current device.
+`torch.empty` parses its arguments and goes through the dispatcher, which takes as long as a kernel launch. Inductor has
+a function that skips both for a known shape, strides and dtype; it allocates on the current device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Allocate = Callable[[], Tensor]
 
 
 def allocator(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Allocate:
-    """A function that returns an unwritten tensor; on a GPU the device must be the current one when it is called."""
+    """Returns a function that allocates an uninitialised tensor; a GPU must be the current device when it is called."""
     fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     if device.type == "cuda" and fast is not None:
         return functools.partial(fast, tuple(shape), tuple(strides), dtype)
@@ -26,7 +26,7 @@ def allocator(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
 
 
 def like(spec: TensorSpec) -> Allocate:
-    """Tensors like torch.empty_like of such a tensor."""
+    """Allocates like torch.empty_like of such a tensor."""
     return allocator(spec.shape, spec.fresh_strides, spec.dtype, spec.device)
 
 

@@ -1,4 +1,4 @@
-"""Turns tensors into what TMA can address: aligned rows, descriptors of tiles, and the order of heads for L2."""
+"""Prepares tensors for TMA: aligned rows and tile descriptors; also the number of heads that fit the L2 cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ...call import TensorSpec
 from .launch import ALIGNMENT, Descriptor
 from .value_sums import padded
 
-L2_BYTES = 16 * 2**20  # of the L2 cache, for the heads that run at the same time
+L2_BYTES = 16 * 2**20  # part of the L2 cache for the heads that run at the same time
 MAX_ROW_STRIDE = 2**24  # elements: offsets inside a tile of up to 64 rows are 32-bit
 
 
 def is_addressable(x: Tensor | TensorSpec) -> bool:
-    """Whether TMA and the memory-bound kernels can read x as it is, apart from the alignment of its address."""
+    """True if TMA and the memory-bound kernels can read x without a copy, given an aligned address."""
     if x.stride(-1) != 1 or x.stride(2) > MAX_ROW_STRIDE:
         return False
     return all(
@@ -27,13 +27,13 @@ def addressable(x: Tensor) -> Tensor:
     if is_addressable(x) and x.data_ptr() % ALIGNMENT == 0:
         return x
     unit = ALIGNMENT // x.element_size()
-    room = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // unit) * unit)
-    return room[..., : x.shape[-1]].copy_(x)
+    padded_rows = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // unit) * unit)
+    return padded_rows[..., : x.shape[-1]].copy_(x)
 
 
 def tile_descriptor(x: TensorSpec, rows: int, layout: object = None, block_d: int | None = None) -> Descriptor:
     """Tiles of `rows` rows of one head of an addressable [B, heads, length, D] tensor."""
-    # A stride along one element is never used, but is checked: use a value that passes.
+    # The stride of a dimension of size 1 is unused but validated, so pass a valid value.
     unit = ALIGNMENT // x.element_size()
     strides = [stride if size > 1 else unit for size, stride in zip(x.shape, x.stride(), strict=True)]
     return Descriptor(tuple(x.shape), (*strides[:3], 1), (1, 1, rows, block_d or padded(x.shape[-1])), layout)

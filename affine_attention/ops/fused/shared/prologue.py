@@ -1,7 +1,7 @@
-"""Turns the gradient of the output into all row gradients, before the gradients of query, key and value (B2, B5 to B8).
+"""Computes all row gradients from the gradient of the output, before dQ, dK and dV (B2, B5 to B8).
 
-One memory-bound kernel over dOut and O, in front of the Hopper backward or cuDNN's. Every [B, H, T, D] tensor is read
-and written once. Sums and row quantities are fp32; no atomics.
+One memory-bound kernel over dOut and O, which precedes the Hopper backward or cuDNN's. Every [B, H, T, D] tensor is
+read and written once. Sums and row quantities are fp32; no atomics.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ def prologue_kernel(
 ):  # fmt: skip
     """B2, B5, B6, B7, and the first step of B4's sums. One program owns BLOCK queries of all HEADS heads of one group.
 
-    SHIFT: lse holds log(alpha) already (B7). `core` is O; with `marks` it is the output (B8), and what depends on E . O
-    is not written for marked rows. Writes, where the pointer is not None: row_numbers [B, H, 4, row_length], which the
-    Hopper backward reads; grad_core = alpha E, with SHIFT E, with row_numbers E times the sign of alpha (strides of
-    core), without which alpha must not be negative; grad_alpha, grad_beta (contiguous [B, H, T]); grad_gate; the first
-    of sink_parts [B, H, num_parts]; weighted = the sum of beta E over the group's heads (contiguous [B, G, T, D]), and
-    its block sums in reverse order: the sum of block n is row num_blocks - n of weighted_table, so that a prefix sum is
-    a sum over *later* blocks. `zeroed`, zeroed_length numbers in fp32, is set to 0 for the sums of dQ.
+    SHIFT: lse already includes log(alpha) (B7). `core` is O; with `marks` it is the output (B8), and values that depend
+    on E . O are not written for marked rows. Outputs, each skipped if its pointer is None: row_numbers
+    [B, H, 4, row_length], read by the Hopper backward; grad_core (strides of core) = alpha E, or E with SHIFT, or E
+    times the sign of alpha with row_numbers (without grad_core, alpha must not be negative); grad_alpha, grad_beta
+    (contiguous [B, H, T]); grad_gate; the first of sink_parts [B, H, num_parts]; weighted = the sum of beta E over the
+    group's heads (contiguous [B, G, T, D]), and its block sums in reverse order: the sum of block n is row
+    num_blocks - n of weighted_table, so that a prefix sum is a sum over *later* blocks. `zeroed`, zeroed_length
+    elements in fp32, is set to 0 for the accumulation of dQ.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS
     batch, group = (slot // groups).to(tl.int64), (slot % groups).to(tl.int64)
-    # 64-bit offsets for what a program owns, 32-bit ones inside its tile: half the registers of 64-bit pointers.
+    # 64-bit base offsets, 32-bit offsets inside the tile: half the registers of 64-bit offsets throughout.
     rows, cols = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     first_row = (block * BLOCK).to(tl.int64)
     row_ok, col_ok = first_row + rows < num_queries, cols < HEAD_DIM
@@ -46,7 +47,7 @@ def prologue_kernel(
     gate_inner = rows[:, None] * gate_t + cols[None, :]
     grad_out += batch * go_b + group * HEADS * go_h + first_row * go_t
     core += batch * core_b + group * HEADS * core_h + first_row * core_t
-    # Prefetch the next head's tiles before this head's arithmetic: the kernel is bound by memory.
+    # Prefetch the next head's tiles before this head's arithmetic, since the kernel is memory-bound.
     next_grad = tl.load(grad_out + go_inner, mask=ok, other=0.0)
     next_core = tl.load(core + core_inner, mask=ok, other=0.0)
     if beta is not None:
@@ -55,27 +56,27 @@ def prologue_kernel(
             table + slot.to(tl.int64) * (key_blocks + 1) * HEAD_DIM,
             value_s, rows, cols, ok, col_ok, block, key_blocks, CAUSAL, SCANNED, HEAD_DIM,
         )  # fmt: skip
-        # Registers are scarce: keep a tile of sums only where all of it is written.
+        # To save registers, keep a whole tile of sums only if all of it is written.
         if weighted is not None:
             weighted_sum = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
         else:
             block_sum = tl.zeros([BLOCK_D], dtype=tl.float32)
     for nth in range(HEADS):
         head = group * HEADS + nth
-        row_place = (batch * heads + head) * num_queries + first_row + rows
+        row_offsets = (batch * heads + head) * num_queries + first_row + rows
         # Hoist all loads above the first store, so that the compiler can overlap them.
         if (sink is not None) or (row_numbers is not None):
-            lse_place = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
-            row_lse = tl.load(lse_place, mask=row_ok, other=0.0)
+            lse_ptrs = lse + (batch * lse_b + head * lse_h + first_row * lse_t) + rows * lse_t
+            row_lse = tl.load(lse_ptrs, mask=row_ok, other=0.0)
         if alpha is not None:
-            alpha_place = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
-            alpha_rows = tl.load(alpha_place, mask=row_ok, other=0.0).to(tl.float32)
+            alpha_ptrs = alpha + (batch * alpha_b + head * alpha_h + first_row * alpha_t) + rows * alpha_t
+            alpha_rows = tl.load(alpha_ptrs, mask=row_ok, other=0.0).to(tl.float32)
         if beta is not None:
-            beta_place = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
-            beta_rows = tl.load(beta_place, mask=row_ok, other=0.0).to(tl.float32)
+            beta_ptrs = beta + (batch * beta_b + head * beta_h + first_row * beta_t) + rows * beta_t
+            beta_rows = tl.load(beta_ptrs, mask=row_ok, other=0.0).to(tl.float32)
         known = row_ok
         if marks is not None:
-            known = row_ok & (tl.load(marks + row_place, mask=row_ok, other=0) == 0)
+            known = row_ok & (tl.load(marks + row_offsets, mask=row_ok, other=0) == 0)
         grad, o = next_grad.to(tl.float32), next_core.to(tl.float32)
         if HEADS > 1:
             grad_out += go_h
@@ -89,14 +90,14 @@ def prologue_kernel(
         if beta is not None:
             mixed = mixed + beta_rows[:, None] * sums
         if gate is not None:
-            gate_place = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
+            gate_ptrs = gate + (batch * gate_b + head * gate_h + first_row * gate_t) + gate_inner
             gg_outer = grad_gate + (batch * gg_b + head * gg_h + first_row * gg_t)
             tl.store(gg_outer + rows[:, None] * gg_t + cols[None, :], grad * mixed, mask=ok)
-            grad = grad * tl.load(gate_place, mask=ok, other=0.0).to(tl.float32)
+            grad = grad * tl.load(gate_ptrs, mask=ok, other=0.0).to(tl.float32)
         dalpha = tl.sum(grad * o, axis=1)
         if beta is not None:
             dbeta = tl.sum(grad * sums, axis=1)
-            tl.store(grad_beta + row_place, dbeta, mask=row_ok)
+            tl.store(grad_beta + row_offsets, dbeta, mask=row_ok)
             if weighted is not None:
                 weighted_sum += beta_rows[:, None] * grad
             else:
@@ -107,7 +108,7 @@ def prologue_kernel(
             if alpha is not None:
                 dalpha = dalpha / alpha_rows
         if grad_alpha is not None:
-            tl.store(grad_alpha + row_place, dalpha, mask=known)
+            tl.store(grad_alpha + row_offsets, dalpha, mask=known)
         delta = dalpha
         if (alpha is not None) and (not SHIFT):
             delta = alpha_rows * dalpha
@@ -127,7 +128,7 @@ def prologue_kernel(
                     new_lse -= tl.log(alpha_rows)
             signed = dalpha * sign
             if gate is not None:
-                # From E as the next kernel reads it: where E . v and E . O cancel, both must be rounded the same way.
+                # Use E as rounded for the next kernel: where E . v and E . O cancel, both need the same rounding.
                 signed = tl.sum(grad.to(grad_out.dtype.element_ty).to(tl.float32) * o, axis=1)
             numbers = row_numbers + (batch * heads + head) * 4 * row_length + first_row + rows
             tl.store(numbers, -new_lse / softmax_scale, mask=row_ok)

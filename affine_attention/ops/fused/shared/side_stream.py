@@ -1,4 +1,4 @@
-"""Runs memory-bound work on a second stream, while the current stream runs a kernel that is bound by arithmetic."""
+"""Runs memory-bound kernels on a side stream while the current stream runs a compute-bound kernel."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-# Elements of query from which a second stream costs the host less than it saves on the GPU (measured on an H200).
+# From this many elements of query on, a side stream saves more GPU time than it costs host time (measured on an H200).
 WORTH_A_STREAM = 2**23
 
-
-# A pause lasts until a kernel has started, and several times as long as the transfers of the kernel before it.
+# A pause covers the start of a kernel, plus a multiple of the memory traffic of the kernel before it.
 START_CYCLES, PAUSE_PER_TRANSFER = 10_000, 5
 
 
 @functools.cache
 def cycles_to_move(num_bytes: int, device: torch.device) -> int:
-    """Clock cycles in which a GPU moves so many bytes, from its clocks and the width of its memory."""
+    """Clock cycles that a GPU needs to transfer `num_bytes`, from its clock rates and memory bus width."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     width, memory_clock, clock = (
         getattr(properties, name, 0) for name in ("memory_bus_width", "memory_clock_rate", "clock_rate")
     )
-    # Bits, kHz and kHz; two transfers a cycle. An H200 moves 2,500 bytes in a cycle, which stands for unknown GPUs.
+    # Bits, kHz and kHz; two transfers per cycle. The default is that of an H200, 2,500 bytes per cycle.
     per_cycle = 2 * memory_clock * width / 8 / clock if width and memory_clock and clock else 2500
     return int(num_bytes / per_cycle)
 
@@ -33,22 +32,22 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """Work that overlaps with what the current stream runs between the creation of this object and `join`.
+    """Overlaps work with the kernels that the current stream runs between the creation of this object and `join`.
 
-    Tensors are allocated before the fork and freed after the join, so the caching allocator sees one stream only.
+    Tensors are allocated before the fork and freed after the join, so the caching allocator only sees one stream.
     """
 
     def __init__(self, device: torch.device, is_used: bool = True):
-        """On a CPU, or where `is_used` is False, work runs on the current stream."""
+        """On the CPU, or if `is_used` is False, work runs on the current stream."""
         self.stream = _stream_of(device) if device.type == "cuda" and is_used else None
         self.fork = torch.cuda.current_stream(device).record_event() if self.stream is not None else None
         self.has_work = False
 
     def run(self, work: Callable[[], None], pause: int = 0) -> None:
-        """`pause`: clock cycles that the work waits, so that the long kernel of the current stream starts before it.
+        """Runs `work` after `pause` clock cycles, so that the long kernel of the current stream starts first.
 
-        A short kernel that fills all SMs and starts first delays the long one. Behind it, the short kernel uses the SMs
-        that the last wave of the long one leaves idle.
+        A short kernel that fills all SMs and starts first delays the long kernel. If it starts later, it uses the SMs
+        that the last wave of the long kernel leaves idle.
         """
         if self.stream is None or self.fork is None:
             work()

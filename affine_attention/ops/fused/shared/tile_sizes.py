@@ -1,4 +1,4 @@
-"""The tile sizes of the kernels: a table, measured once. Nothing is tuned unless a user runs `affine tune`."""
+"""Tables of measured tile sizes for the kernels. There is no autotuning unless a user runs `affine tune`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 KERNELS = ("forward", "causal", "query_grads", "key_grads")
-HEAD_DIMS = (64, 128, 256)  # tables go by the largest head dim that a row serves
+HEAD_DIMS = (64, 128, 256)  # a row of a table is for head dims up to this one
 
 
 class Config(NamedTuple):
-    """Queries and keys of a tile, warps of a CTA, stages of the load pipeline, the most registers of a thread."""
+    """Queries and keys per tile, warps per CTA, stages of the load pipeline, maximum registers per thread."""
 
     block_m: int
     block_n: int
@@ -21,15 +21,15 @@ class Config(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton takes at a launch beside the tile sizes."""
+        """The launch options of Triton, without the tile sizes."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else {**options, "maxnreg": self.maxnreg}
 
 
-# (kernel, bytes of an element, head dim up to) -> Config. `forward` and `query_grads` own block_m queries, `key_grads`
-# owns block_n keys; `causal`, where there is one, is the forward of plain causal calls. Measured on an H200: four warps
-# with small tiles are faster than eight with large ones, because two or three CTAs share an SM, and one CTA's softmax
-# overlaps the MMAs of the others.
+# (kernel, bytes of an element, head dim up to) -> Config. A CTA of `forward` and `query_grads` owns block_m queries,
+# one of `key_grads` owns block_n keys; `causal`, if present, is the forward of plain causal calls. Measured on an H200:
+# four warps with small tiles are faster than eight with large ones, because two or three CTAs share an SM and one
+# CTA's softmax overlaps the MMAs of the others.
 HOPPER = {
     ("causal", 2, 64): Config(64, 128, 4, 2, 168),  # three CTAs per SM
     ("forward", 2, 64): Config(64, 64, 4, 3),
@@ -42,7 +42,7 @@ HOPPER = {
     ("key_grads", 2, 128): Config(64, 64, 4, 2),
     ("key_grads", 2, 256): Config(32, 64, 8, 2),
 }
-# Fits the 99 KiB of shared memory of sm_86 and sm_89; used on every GPU that has no table of its own.
+# Fits into the 99 KiB of shared memory of sm_86 and sm_89; used on every GPU without its own table.
 UNIVERSAL = {
     ("forward", 2, 64): Config(64, 64, 4, 2),
     ("forward", 2, 128): Config(64, 64, 4, 2),
@@ -53,7 +53,7 @@ UNIVERSAL = {
     ("key_grads", 2, 64): Config(64, 64, 4, 2),
     ("key_grads", 2, 128): Config(32, 64, 4, 2),
     ("key_grads", 2, 256): Config(32, 32, 4, 1),
-    # fp32 MMAs run on CUDA cores (no tf32): small tiles, or the unrolled loops spill.
+    # fp32 matmuls run on CUDA cores (no tf32): with larger tiles, the unrolled loops spill registers.
     ("forward", 4, 128): Config(32, 32, 4, 1),
     ("forward", 4, 256): Config(16, 32, 4, 1),
     ("query_grads", 4, 128): Config(32, 32, 4, 1),
@@ -78,7 +78,7 @@ def shipped_config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch
 
 
 def table_config(kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int]) -> Config:
-    """The row of the table of a GPU with this compute capability."""
+    """Looks up the tables for a GPU with this compute capability."""
     for table in (HOPPER, UNIVERSAL) if capability[0] == 9 else (UNIVERSAL,):
         for limit in HEAD_DIMS:
             if head_dim <= limit and (kernel, itemsize, limit) in table:

@@ -1,8 +1,7 @@
-"""Keeps the tile sizes that `affine tune` found for a GPU: a small JSON file that a process reads at the first call.
+"""Stores the tile sizes that `affine tune` found for a GPU in a JSON file, which a process reads at the first call.
 
-The file belongs to one kind of GPU and one version of Triton. It is in the user's cache folder, in
-$XDG_CACHE_HOME/affine_attention/tuned or ~/.cache/affine_attention/tuned. AFFINE_TUNED=0 leaves it unread; to delete it
-undoes the tuning.
+There is one file per GPU model and Triton version in the user's cache folder: $XDG_CACHE_HOME/affine_attention/tuned or
+~/.cache/affine_attention/tuned. AFFINE_TUNED=0 ignores the file; deleting it undoes the tuning.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Key = tuple[str, int, int]  # kernel, bytes of an element, head dim up to
 
 
 def chosen_config(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Config:
-    """The tile sizes that `kernel` runs with: tuned ones where there are some, else those that ship."""
+    """The tile sizes of `kernel`: the tuned ones if they exist, otherwise the shipped ones."""
     found = _tuned(device).get((kernel, dtype.itemsize, bucket(head_dim))) if device.type == "cuda" else None
     return found or shipped_config(kernel, head_dim, dtype, device)
 
 
 def bucket(head_dim: int) -> int:
-    """The head dims that share tile sizes, by the largest of them."""
+    """The largest head dim that shares tile sizes with this one."""
     return next(limit for limit in HEAD_DIMS if head_dim <= limit)
 
 
@@ -41,13 +40,13 @@ def _tuned(device: torch.device) -> dict[Key, Config]:
 
 
 def file_of(gpu: str) -> Path:
-    """Where the tile sizes of a kind of GPU are kept."""
+    """The file with the tuned tile sizes of a GPU model."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-").lower()
     return default_cache() / "tuned" / f"{name}-triton-{triton.__version__}.json"
 
 
 def save(gpu: str, configs: dict[Key, Config], about: dict[str, Any]) -> Path:
-    """Adds tile sizes to those that are kept for a kind of GPU; `about` says how they were found."""
+    """Adds tile sizes to the file of a GPU model; `about` records how they were found."""
     path = file_of(gpu)
     known = read(path) | configs
     entries = [
@@ -64,25 +63,29 @@ def save(gpu: str, configs: dict[Key, Config], about: dict[str, Any]) -> Path:
 
 
 def read(path: Path) -> dict[Key, Config]:
-    """The tile sizes of a file; none where there is no file. Damage is an error: slow kernels would go unnoticed."""
+    """Reads tile sizes; empty without a file. A damaged file is an error, since slow kernels would go unnoticed."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(f"{path} is not what `affine tune` writes ({error}); delete it, or tune again") from error
+        raise ValueError(
+            f"{path} is not a valid file of `affine tune` ({error}); delete it or run `affine tune` again"
+        ) from error
     try:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}, not {SCHEMA}")
         return dict(map(_entry, content["configs"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not what `affine tune` writes ({error!r}); delete it, or tune again") from error
+        raise ValueError(
+            f"{path} is not a valid file of `affine tune` ({error!r}); delete it or run `affine tune` again"
+        ) from error
 
 
 def _entry(entry: dict[str, Any]) -> tuple[Key, Config]:
     config = Config(**{name: entry[name] for name in Config._fields})
     if entry["kernel"] not in KERNELS or entry["head_dim"] not in HEAD_DIMS or entry["itemsize"] not in (2, 4):
-        raise ValueError(f"no such kernel: {entry}")
+        raise ValueError(f"unknown kernel: {entry}")
     for name, number in config._asdict().items():
         absent = name == "maxnreg" and number is None
         if not absent and not (type(number) is int and 1 <= number <= 256):

@@ -1,9 +1,9 @@
-"""Turns values into the table that gives every block of queries the sum of the values before it (F8).
+"""Builds the table from which every block of queries reads the sum of the values before it (F8).
 
-Row n of the table [B, G, blocks + 1, D] is the sum of the first n blocks of a key-value head's values, in fp32. Two
-kernels write it: the sum of each block, then a scan over the blocks. A short table stays without the scan, and the
-kernel that reads it adds the rows up: that is cheaper than a launch. The backward's table (B4) has the same form, with
-its blocks in reverse order.
+Row n of the table [B, G, blocks + 1, D] is the sum of the first n blocks of values of a key-value head, in fp32. Two
+kernels write it: one sums each block, the other scans over the blocks. For a short table the scan is skipped, and the
+kernel that reads the table adds its rows, which is cheaper than a launch. The table of the backward (B4) has the same
+form, with its blocks in reverse order.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import Launch, Slot
 
-# Measured on an H200. The kernels are bound by memory: small tiles and few warps give the most CTAs per SM.
+# Measured on an H200. The kernels are memory-bound: small tiles and few warps give the most CTAs per SM.
 TILE = 2048  # elements
-ELEMENTS = 64  # of a tile, per thread: sums keep no tile in registers
-# Blocks of a table that its readers add up themselves. From LARGE elements of query on the GPU is the bottleneck, and
-# the launch of a scan costs less than adding up more than MAX_UNSCANNED_LARGE blocks.
+ELEMENTS = 64  # elements of a tile per thread; a sum does not hold its tile in registers
+# Up to this many blocks, readers of the table add its rows themselves. From LARGE elements of query on, the GPU is the
+# bottleneck, and launching a scan costs less than adding more than MAX_UNSCANNED_LARGE blocks.
 MAX_UNSCANNED, MAX_UNSCANNED_LARGE, LARGE = 64, 32, 2**25
-SUM_ROWS = tl.constexpr(32)  # rows that a reader loads at once
+SUM_ROWS = tl.constexpr(32)  # rows per load of a reader
 
 
 def padded(dim: int) -> int:
-    """Columns of a tile: a power of two, at least 16."""
+    """The number of columns of a tile: a power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def block_of(dim: int) -> int:
-    """Rows of a block of the table, and of a tile of the kernels that read it."""
+    """The rows per block of the table, and per tile of the kernels that read it."""
     return min(max(TILE // padded(dim), 16), 64)
 
 
 def warps_of(dim: int, elements: int) -> int:
-    """Warps of a CTA that owns one block, with so many elements per thread."""
+    """The warps of a CTA that owns one block, given the elements per thread."""
     return max(block_of(dim) * padded(dim) // (32 * elements), 1)
 
 
 def table_shape(value_shape: tuple[int, ...], block: int | None = None) -> tuple[int, int, int, int]:
-    """[B, G, blocks + 1, D] for the sums of values of this shape."""
+    """The shape [B, G, blocks + 1, D] of the table for values of this shape."""
     batch, groups, num_keys, dim = value_shape
     return batch, groups, -(-num_keys // (block or block_of(dim))) + 1, dim
 
 
 def is_scanned(table_length: int, num_elements: int) -> bool:
-    """Whether a table of so many rows holds prefix sums, in a call with so many elements of query."""
+    """True if a table with this many rows is scanned, in a call with this many elements of query."""
     return table_length - 1 > (MAX_UNSCANNED_LARGE if num_elements >= LARGE else MAX_UNSCANNED)
 
 
@@ -59,7 +59,7 @@ def sum_launches(
     scans: bool,
     early: bool = False,
 ) -> list[Launch]:
-    """Write the table of values. `early`: the launch that follows may start before the table is complete."""
+    """The launches that write the table. `early`: the next launch may start before the table is complete."""
     groups, num_keys, dim = value_shape[1:]
     block = block or block_of(dim)
     shape = table_shape(value_shape, block)
@@ -73,7 +73,7 @@ def sum_launches(
 
 
 def scan_launch(shape: tuple[int, int, int, int], table: Slot, early: bool = False) -> Launch:
-    """Turns the sums of blocks, in rows 1 to the last, into prefix sums."""
+    """The launch that turns the block sums, rows 1 to the last, into prefix sums."""
     batch, groups, length, dim = shape
     options = {"launch_pdl": True} if early else {}
     return Launch(
@@ -85,8 +85,8 @@ def scan_launch(shape: tuple[int, int, int, int], table: Slot, early: bool = Fal
 def locate(num_blocks, BACKWARDS: tl.constexpr):
     """(batch and head slot, block) of this program; neighbouring programs own neighbouring blocks.
 
-    BACKWARDS goes from the end of memory to its start: what the previous kernel wrote last is still in L2, and what the
-    next kernel reads first is written last.
+    BACKWARDS goes from the end of memory to its start: the data that the previous kernel wrote last is still in L2, and
+    the data that the next kernel reads first is written last.
     """
     program = tl.program_id(0)
     if BACKWARDS:
@@ -116,8 +116,8 @@ def sum_visible(
 ):  # fmt: skip
     """F8 for a block of queries: [BLOCK, D] when causal, [1, D] when every query sees every key.
 
-    `value` points at the block's first row when causal; `rows` count from there. A scan, not a product with a triangle
-    of ones: the product leaves its result in the register layout of the MMA, and every head has to convert it.
+    If causal, `value` points at the block's first row, and `rows` count from there. A scan is used instead of an MMA
+    with a triangle of ones, whose result would need a layout conversion for every head.
     """
     if CAUSAL:
         before = sum_before(table, block, cols, col_ok, HEAD_DIM, SCANNED)
@@ -135,8 +135,8 @@ def block_sums_kernel(
 ):  # fmt: skip
     """F8, first step. One program owns BLOCK keys of one key-value head; writes their sum to row block + 1.
 
-    EARLY: the next kernel may start once the last program of this one has. It must call `gdc_wait` before it reads the
-    table.
+    EARLY: the next kernel may start once all programs of this one have started; it must call `gdc_wait` before it reads
+    the table.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -159,8 +159,8 @@ def block_sums_kernel(
 def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr):
     """F8 and B4, second step. One program owns BLOCK_D columns of one table [length, D]; prefix sums in place.
 
-    Row 0 holds the empty sum. Row n then holds the sum of the n blocks before block n. EARLY: this kernel may have
-    started before the one that writes the sums has ended, and the next one may start before this one has ended.
+    Row 0 is the empty sum, and row n becomes the sum of the n blocks before block n. EARLY: this kernel may start
+    before the block sums are complete, and the next one may start before this one has finished.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -170,9 +170,9 @@ def scan_kernel(table, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOC
     carry = tl.zeros([BLOCK_D], dtype=tl.float32)
     for start in range(1, length, BLOCK):
         rows = start + tl.arange(0, BLOCK)
-        place = table + rows[:, None] * HEAD_DIM + cols[None, :]
+        ptrs = table + rows[:, None] * HEAD_DIM + cols[None, :]
         inside = (rows < length)[:, None] & (cols < HEAD_DIM)[None, :]
-        tile = tl.load(place, mask=inside, other=0.0)
-        tl.debug_barrier()  # every thread has read its part of the tile before one overwrites it
-        tl.store(place, tl.cumsum(tile, axis=0) + carry[None, :], mask=inside)
+        tile = tl.load(ptrs, mask=inside, other=0.0)
+        tl.debug_barrier()  # all threads must have read the tile before one overwrites it
+        tl.store(ptrs, tl.cumsum(tile, axis=0) + carry[None, :], mask=inside)
         carry += tl.sum(tile, axis=0)

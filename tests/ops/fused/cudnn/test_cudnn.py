@@ -1,4 +1,4 @@
-"""cuDNN's route against the fp64 reference, output and every gradient, in the interpreter and on a GPU (routes.py)."""
+"""The cuDNN route against the fp64 reference: output and all gradients, in the interpreter and on a GPU (routes.py)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..routes import by_route, reference, use_cpu_kernels  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# The interpreter's bf16 products are garbage, and cuDNN has no fp32.
+# The interpreter's bf16 matmuls are wrong, and cuDNN does not support fp32.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 needs_triton = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="runs on a GPU, and in the interpreter's own process"
 )
-outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
+outside = pytest.mark.skipif(INTERPRETED, reason="starts its own process")
 OTHER_SEEDS = range(1, 1 if INTERPRETED else 8)
 ALL = ("alpha", "beta", "sink", "gate")
 AFFINE = ("alpha", "beta")
@@ -55,7 +55,7 @@ def make(batch, heads, groups, queries, keys, dim, names, dtype, nonnegative=Fal
         "gate": torch.sigmoid(normal(batch, heads, queries, dim)).to(dtype),
     }
     if nonnegative:
-        extras["alpha"] = extras["alpha"].clamp(0, 1)  # half of it exactly 0, as linear clipping gives it
+        extras["alpha"] = extras["alpha"].clamp(0, 1)  # half of the values are exactly 0, as with linear clipping
     inputs = {
         "query": normal(batch, heads, queries, dim).to(dtype),
         "key": normal(batch, groups, keys, dim).to(dtype),
@@ -77,7 +77,7 @@ def results(function, inputs, grad, visibility, dtype=None, **kwargs):
 
 
 def plain(formula):
-    """A yardstick of `affine_attention.testing` with the arguments of the kernels."""
+    """A baseline of `affine_attention.testing` with the arguments of the kernels."""
     return lambda *, visibility, softmax_scale, **inputs: formula(
         {n: x for n, x in inputs.items() if x is not None}, visibility, softmax_scale
     )
@@ -101,8 +101,8 @@ def errors(inputs, grad, visibility, function, **kwargs):
 def assert_right(inputs, grad, visibility, others=(), function=by_cudnn, **kwargs):
     """At most twice the error of plain PyTorch in the same dtype, for the output and every gradient.
 
-    The gradient of the sink is a few numbers, whose error has a high variance: it is judged together with that of
-    `others`, more draws of inputs and grad, as in `affine_attention.testing`.
+    The gradient of the sink has few elements, so its error has a high variance: it is pooled with that of `others`,
+    more draws of inputs and grad, as in `affine_attention.testing`.
     """
     found = errors(inputs, grad, visibility, function, **kwargs)
     if "sink" in inputs and others:
@@ -141,7 +141,7 @@ def test_matches_the_reference(shape, names, is_causal, dtype):
 @needs_triton
 @pytest.mark.parametrize("scale", [1e-3, 1e-30, 0.0])
 def test_small_alphas_keep_their_gradients(scale):
-    """O is kept, so nothing is divided by alpha: its gradient is as exact for an alpha of 0 as for one of 1."""
+    """O is saved, so there is no division by alpha, and its gradient is as accurate for alpha = 0 as for alpha = 1."""
     inputs, grad = make(1, 2, 2, 100, 100, 16, AFFINE, DTYPES[0], nonnegative=True)
     inputs["alpha"] *= scale
     visibility = Visibility(1, 100, 100, grad.device, is_causal=True)
@@ -151,8 +151,8 @@ def test_small_alphas_keep_their_gradients(scale):
 @needs_triton
 @pytest.mark.parametrize("names", [AFFINE, ALL])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_without_a_gradient_the_output_takes_the_place_of_o(names, groups):
-    dim = 72  # too large for the forward in one kernel
+def test_without_a_gradient_the_output_overwrites_o(names, groups):
+    dim = 72  # too large for the Hopper forward
     inputs, grad = make(1, 2, groups, 70, 70, dim, names, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 70, 70, grad.device, is_causal=True)
     given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": dim**-0.5}
@@ -175,7 +175,7 @@ def test_alpha_through_the_log_sum_exp(monkeypatch, names, with_side_stream):
 @needs_triton
 @pytest.mark.parametrize("names", [(), AFFINE, ALL])
 @pytest.mark.parametrize("nonnegative", [False, True])
-def test_takes_any_strides(names, nonnegative):
+def test_supports_any_strides(names, nonnegative):
     inputs, grad = make(2, 4, 2, 70, 70, 16, names, DTYPES[0], nonnegative=True)
     visibility = Visibility(2, 70, 70, grad.device, is_causal=True)
     inputs = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x for n, x in inputs.items()}
@@ -187,7 +187,7 @@ def test_takes_any_strides(names, nonnegative):
 
 
 @needs_triton
-def test_later_tokens_do_not_reach_earlier_rows():
+def test_later_tokens_do_not_affect_earlier_rows():
     inputs, grad = make(1, 2, 1, 150, 150, 16, ALL, DTYPES[0])
     visibility = Visibility(1, 150, 150, grad.device, is_causal=True)
     before = results(by_cudnn, inputs, grad, visibility)["out"]
@@ -213,7 +213,7 @@ def test_a_constant_sink_needs_no_prologue():
 @needs_triton
 @pytest.mark.parametrize("table_rows", [1, 100])
 def test_long_tables_are_scanned(monkeypatch, table_rows):
-    """Readers add up a short table themselves; either way gives the same sums."""
+    """Readers add the rows of a short table themselves; both ways give the same sums."""
     monkeypatch.setattr(value_sums, "is_scanned", lambda *_: table_rows == 1)
     inputs, grad = make(1, 4, 2, 130, 130, 16, AFFINE, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 130, 130, grad.device, is_causal=True)
@@ -225,7 +225,7 @@ def call_of(x, **changes):
     return AttentionCall.of(x, x, x, visibility=Visibility(**given), softmax_scale=0.25)
 
 
-def test_refusals_name_the_reason():
+def test_unsupported_calls_get_a_reason():
     assert "CUDA" in planning.why_not_plain(call_of(torch.zeros(1, 2, 4, 16)))
 
 
@@ -234,7 +234,7 @@ def test_refusals_name_the_reason():
     ("changes", "word"),
     [({}, None), ({"window": 3}, "window"), ({"num_keys": 5, "is_causal": True}, "as many queries")],
 )
-def test_refusals_on_a_gpu(changes, word):
+def test_unsupported_calls_on_a_gpu(changes, word):
     x = torch.zeros(1, 2, 4, 16, device="cuda", dtype=torch.bfloat16)
     reason = planning.why_not_plain(call_of(x, **changes))
     assert reason is None if word is None else word in reason
@@ -243,7 +243,7 @@ def test_refusals_on_a_gpu(changes, word):
 @outside
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability):
-    """Through ptxas, without the hardware; 2 heads to a group, everything given, head dim 128."""
+    """Compiles with ptxas, without a GPU: 2 heads per group, all inputs, head dim 128."""
     pointers = {
         **dict.fromkeys(
             ("core", "corrected", "out", "value", "gate", "grad_out", "grad_core", "grad_gate", "grad_value"), "*bf16"

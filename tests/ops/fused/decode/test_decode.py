@@ -1,4 +1,4 @@
-"""The decode kernel against the fp64 reference: in Triton's interpreter on the CPU, and on a GPU where there is one."""
+"""The decode kernel against the fp64 reference, in Triton's interpreter on the CPU and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..routes import reference  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# The interpreter's bf16 products are garbage: there bf16 is tested on a GPU only.
+# The interpreter's bf16 matmuls are wrong, so bf16 is tested on a GPU only.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 needs_triton = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="runs on a GPU, and in the interpreter's own process"
 )
-outside = pytest.mark.skipif(INTERPRETED, reason="starts a process of its own")
+outside = pytest.mark.skipif(INTERPRETED, reason="starts its own process")
 ALL = ("alpha", "beta", "sink", "gate")
 
 
@@ -63,11 +63,11 @@ def run(qkv, extras, visibility, **kwargs):
 
 
 def assert_close(out, expected, dtype):
-    """Rounded inputs are the oracle's inputs: what is left is the weights' and the output's rounding."""
+    """The oracle gets the rounded inputs, so the error comes from rounding the weights and the output."""
     assert out.dtype == dtype
     assert out.isfinite().all()
     error = (out.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    # fp32 sums reorder; 16-bit dtypes round each weight and the output once: below one eps of relative norm.
+    # fp32 sums are reordered; 16-bit dtypes round each weight and the output once: below one eps in relative norm.
     assert error < (8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps, float(error)
 
 
@@ -123,7 +123,7 @@ def test_a_nan_query_is_nan_in_exactly_its_row(keys):
 @needs_triton
 @pytest.mark.parametrize("keys", [60, 900])
 @pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
-def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name, keys):
+def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(name, keys):
     qkv, extras = make(2, 4, 2, 1, keys, 16, ALL, torch.float32)
     key_mask = torch.ones(2, keys, dtype=torch.bool, device=DEVICE)
     key_mask[1] = False
@@ -173,7 +173,7 @@ def test_paged_equals_dense(page_size):
 
 
 @needs_triton
-def test_takes_any_strides():
+def test_supports_any_strides():
     qkv, extras = make(2, 4, 2, 3, 90, 16, ALL, torch.float32)
     visibility = Visibility(2, 3, 90, qkv[0].device, is_causal=True)
     expected = run(qkv, extras, visibility)
@@ -207,7 +207,7 @@ def test_runs_in_a_cuda_graph_with_lengths_that_grow():
     assert torch.equal(out, run(qkv, extras, visibility, lengths=lengths))
 
 
-def test_refusals_name_the_reason():
+def test_unsupported_calls_get_a_reason():
     x = torch.zeros(1, 2, 4, 16)
     call = AttentionCall.of(x, x, x, visibility=Visibility(1, 4, 4, x.device), softmax_scale=0.25)
     assert "CUDA" in why_not_decode(call, needs_gradient=False)
@@ -218,8 +218,8 @@ def test_refusals_name_the_reason():
 @needs_triton
 @pytest.mark.parametrize("names", [(), ("beta",), ("sink",), ALL])
 @pytest.mark.parametrize("keys", [1, 40, 511, 513])
-def test_short_caches_take_one_launch(names, keys):
-    """With one query and a short cache the first kernel finishes the rows; the result is that of two kernels."""
+def test_short_caches_need_one_launch(names, keys):
+    """With one query and a short cache the first kernel writes the output, which equals that of two kernels."""
     qkv, extras = make(2, 6, 2, 1, keys, 16, names, torch.float32)
     visibility = Visibility(2, 1, keys, qkv[0].device, is_causal=True)
     out = run(qkv, extras, visibility)
@@ -242,7 +242,7 @@ def test_splits_fill_the_sms_and_are_never_empty():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 def test_kernels_compile(capability, page_size):
-    """Through ptxas, without the hardware; everything given, head dim 128, without and with pages."""
+    """Compiles with ptxas, without a GPU: all inputs, head dim 128, with and without pages."""
     pointers = {
         **dict.fromkeys(("query", "key", "value", "gate", "out"), "*bf16"),
         **dict.fromkeys(("part_max", "part_sum", "part_acc", "alpha", "beta", "sink"), "*fp32"),

@@ -1,6 +1,6 @@
-"""Compiles the shipped configurations for other GPUs, and checks that they fit the shared memory of those.
+"""Compiles the shipped configurations for other GPUs and checks that they fit into their shared memory.
 
-Runs this file as a script in its own process, because it replaces Triton's driver, and the interpreter must be off.
+This file runs as a script in its own process, because it replaces Triton's driver and the interpreter must be off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-# Bytes of shared memory that one CTA may use: of sm_89 for the table that sm_80, sm_86, sm_89 and sm_100 share.
+# Bytes of shared memory per CTA: that of sm_89 for the table shared by sm_80, sm_86, sm_89 and sm_100.
 SHARED_MEMORY = {80: 101376, 90: 232448, 100: 101376}
 
 
@@ -35,7 +35,7 @@ def test_shipped_configurations_compile_and_fit(capability: int) -> None:
 
 
 def _local_memory(cubin: bytes) -> int:
-    """Bytes of a thread's stack, where spilled registers go."""
+    """Bytes of the stack of a thread, which holds spilled registers."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -47,7 +47,7 @@ def _local_memory(cubin: bytes) -> int:
 
 
 def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
-    """Shared memory in bytes by kernel and head dim, of one forward and backward for each head dim."""
+    """Shared memory in bytes by kernel and head dim, for a forward and a backward of each head dim."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -63,7 +63,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     from affine_attention.ops.visibility import Visibility
 
     class Driver:
-        """As much of a driver as compiling needs."""
+        """The part of a driver that compilation needs."""
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)
@@ -85,7 +85,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         name = f"{kernel.name} {dim}"
         shared[name] = max(kernel.metadata.shared, shared.get(name, 0))
         if kernel.name in ("gradients_kernel", "recompute_kernel"):
-            assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers: it would be half as fast"
+            assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers, which would halve its speed"
 
     def call_of(query, key, names, visibility):
         row = torch.zeros(query.shape[:3])

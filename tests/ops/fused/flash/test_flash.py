@@ -1,4 +1,4 @@
-"""What the fused kernels refuse, and their grid of tests in Triton's interpreter where there is no GPU."""
+"""Calls that the fused kernels do not support, and the kernel tests in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_kernels_in_the_interpreter() -> None:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = True, dim: int = 8, **changes) -> str | None:
-    """`why_not_fused` of a small call that the interpreter could serve, with one thing changed."""
+    """`why_not_fused` of a small call that the interpreter supports, with one change."""
     pytest.importorskip("triton")
     monkeypatch.setattr(planning, "INTERPRETED", interpreted)
     x = torch.zeros(1, 1, 4, dim)
@@ -40,12 +40,12 @@ def refusal(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = True, dim: i
     return planning.why_not_fused(AttentionCall.of(**inputs, visibility=visibility, softmax_scale=1.0))
 
 
-def test_a_call_that_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_calls_have_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch) is None
     assert refusal(monkeypatch, dim=256, visibility={"is_causal": True, "window": 3}) is None
 
 
-def test_refusals_name_rule_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_name_rule_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1, 4, 8)
     assert refusal(monkeypatch, interpreted=False) == "needs a CUDA GPU, got cpu tensors"
     assert "up to 256, got 257" in refusal(monkeypatch, dim=257)

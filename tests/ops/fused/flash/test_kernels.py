@@ -1,4 +1,4 @@
-"""The fused kernels against the fp64 reference: on a GPU where there is one, else in Triton's interpreter.
+"""The fused kernels against the fp64 reference, on a GPU if available, otherwise in Triton's interpreter.
 
 The interpreter must be switched on before Triton is imported, so without a GPU `test_flash.py` runs this file in a
 process of its own.
@@ -29,20 +29,20 @@ if not (INTERPRETED or ON_GPU):
     pytest.skip("no GPU: test_flash.py runs this file in the interpreter", allow_module_level=True)
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# bf16 products are wrong in the interpreter, without an error.
+# bf16 matmuls are silently wrong in the interpreter.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 NAMES = ("query", "key", "value", "alpha", "beta", "sink", "gate")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
 def flash_attention(**given):
-    """The flash route, also where `auto` would take another."""
+    """The flash route, also if `auto` would choose another."""
     route = "empty" if 0 in given["query"].shape or 0 in given["key"].shape else "flash"
     return by_route(route, route)(**given)
 
 
 def by_operator(*, visibility, softmax_scale, **inputs):
-    """The operators, as a graph calls them."""
+    """The operators as called by a compiled graph."""
     call = AttentionCall.of(**inputs, visibility=visibility, softmax_scale=softmax_scale)
     return traced_attention(call, needs_gradient=True)
 
@@ -88,7 +88,7 @@ def make_inputs(shape: tuple[int, ...], parts: str, dtype: torch.dtype, seed: in
         "value": draw(batch, kv_heads, keys, dim, dtype=dtype),
         "alpha": draw(batch, heads, queries).sigmoid() if "a" in parts else None,
         "beta": 0.1 * draw(batch, heads, queries) if "b" in parts else None,
-        # Large and distinct: a sink near 0 hides one that is dropped or in the wrong unit.
+        # Large and distinct values: with a sink near 0, a dropped or wrongly scaled sink would go unnoticed.
         "sink": torch.linspace(-3, 6, heads).to(DEVICE) if "s" in parts else None,
         "gate": draw(batch, heads, queries, dim, dtype=dtype).sigmoid() if "g" in parts else None,
     }
@@ -115,7 +115,7 @@ def make_visibility(shape: tuple[int, ...], options: dict[str, object], seed: in
 
 
 def plain(formula):
-    """A yardstick of `affine_attention.testing` with the arguments of the kernels; its own take no odd addresses."""
+    """A baseline of `affine_attention.testing` with the arguments of the kernels; it does not support odd addresses."""
     return lambda *, visibility, softmax_scale, **inputs: formula(
         {n: x.clone(memory_format=torch.contiguous_format) for n, x in inputs.items() if x is not None},
         visibility,
@@ -124,7 +124,7 @@ def plain(formula):
 
 
 def run(function, inputs, visibility, grad_out, *, dtype=None, softmax_scale=0.3) -> dict[str, Tensor]:
-    """The output and the gradients of all inputs that are there."""
+    """The output and the gradients of all inputs."""
     leaves = {name: x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for name, x in inputs.items()}
     out = function(**leaves, visibility=visibility, softmax_scale=softmax_scale)
     given = {name: x for name, x in leaves.items() if x is not None}
@@ -137,7 +137,7 @@ def check(
 ) -> dict[str, Tensor]:
     """Error against fp64 at most twice that of the plain formula in the same dtype, for out and every gradient.
 
-    The error of one number has a high variance: `others` are more draws of the inputs, judged together.
+    The error of a single value has a high variance: `others` are more draws of the inputs, pooled with the first.
     """
     if grad_out is None:
         grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -177,10 +177,10 @@ def test_output_and_every_gradient(case: str, dtype: torch.dtype) -> None:
 
 
 def draws(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """How many draws are judged together: the gradient of a sink is two numbers, and so are the rows of one key.
+    """How many draws are pooled: the gradient of a sink and the rows of a single key have two elements.
 
-    With one key and a sink two nearly equal numbers are subtracted, in one row of a head: sixteen draws give a ratio
-    from 0.8 to 2.8, 128 one of 1.5.
+    With one key and a sink, two nearly equal values are subtracted in one row per head: the ratio of sixteen draws
+    varies from 0.8 to 2.8, that of 128 draws is 1.5.
     """
     if not ON_GPU or dtype == torch.float32:
         return 16 if math.prod(shape) == 1 else 1
@@ -189,9 +189,9 @@ def draws(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_query_one_key_and_a_sink(dtype: torch.dtype) -> None:
-    """The logit's gradient is P dP - P delta, two numbers of the dtype that nearly cancel: their rounding is the unit.
+    """The gradient of the logit is P dP - P delta, which nearly cancel: the unit of the error is their rounding.
 
-    The plain formulas round elsewhere (some of them P, some O), and with one number in each tensor theirs is no unit.
+    The baselines round other values (P or O), and with one element per tensor their error is not a usable unit.
     """
     shape, scale = (1, 1, 1, 1, 1, 1), 0.3
     visibility = make_visibility(shape, {"is_causal": True})
@@ -248,7 +248,7 @@ def test_output_gradient_that_is_not_contiguous(kind: str) -> None:
 
 
 @pytest.mark.parametrize("parts", ["ab", "absg"])
-def test_rows_that_see_nothing_are_zero(parts: str) -> None:
+def test_rows_that_see_no_key_are_zero(parts: str) -> None:
     shape = (2, 2, 1, 40, 40, 8)
     inputs = make_inputs(shape, parts, torch.float32)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
@@ -259,11 +259,11 @@ def test_rows_that_see_nothing_are_zero(parts: str) -> None:
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
-def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name: str, broken: float) -> None:
+def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(name: str, broken: float) -> None:
     shape = (2, 2, 1, 40, 40, 8)
     inputs = make_inputs(shape, "absg", torch.float32)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
-    mask[0, :9] = False  # the first rows of the first sequence see nothing
+    mask[0, :9] = False  # the first rows of the first sequence see no key
     visibility = Visibility(2, 40, 40, DEVICE, is_causal=True, key_mask=mask)
     grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
     clean = run(flash_attention, inputs, visibility, grad_out)
@@ -277,7 +277,7 @@ def test_rows_that_see_nothing_are_zero_whatever_their_coefficients_hold(name: s
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", ["padding", "before the window", "other segment"])
-def test_broken_keys_that_nobody_sees_change_nothing(place: str, poison: float) -> None:
+def test_nonfinite_keys_that_no_query_sees_have_no_effect(place: str, poison: float) -> None:
     shape = (1, 2, 1, 40, 60, 8)
     inputs = make_inputs(shape, "absg", torch.float32)
     unseen = torch.zeros(1, 60, dtype=torch.bool, device=DEVICE)
@@ -298,7 +298,7 @@ def test_broken_keys_that_nobody_sees_change_nothing(place: str, poison: float) 
         assert torch.equal(x, clean[name]), name
 
 
-def test_a_broken_value_reaches_the_rows_that_see_it() -> None:
+def test_a_nonfinite_value_reaches_the_rows_that_see_it() -> None:
     shape = (1, 1, 1, 40, 40, 8)
     inputs = make_inputs(shape, "ab", torch.float32)
     inputs["value"][0, 0, 21] = torch.nan
@@ -336,7 +336,7 @@ def test_registration(names: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["causal", "everything", "no keys"])
-def test_the_operator_is_the_eager_function(case: str) -> None:
+def test_the_operator_equals_the_eager_function(case: str) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
     grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
@@ -346,7 +346,7 @@ def test_the_operator_is_the_eager_function(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "window"), [("window", 9), ("causal", None), ("affine", None)])
-def test_compiles_without_a_break(case: str, window: int | None) -> None:
+def test_compiles_without_a_graph_break(case: str, window: int | None) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
     grad_out = torch.randn(inputs["query"].shape).to(DEVICE)
@@ -360,7 +360,7 @@ def test_compiles_without_a_break(case: str, window: int | None) -> None:
         assert torch.equal(x, eager[name]), name
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+def test_nothing_is_saved_without_gradients() -> None:
     shape, _, _ = CASES["sink"]
     inputs = make_inputs(shape, "ab", torch.float32)
     _, *kept = torch.ops.affine_attention.forward(
@@ -377,13 +377,13 @@ def test_every_shipped_configuration(dim: int, dtype: torch.dtype) -> None:
     causal, window = (make_visibility(shape, options) for options in ({"is_causal": True}, {"window": 90}))
     padded = make_visibility(shape, {"is_causal": True, "padding": "right", "segments": "sorted"})
     for parts, visibility in (("ab", causal), ("as", causal), ("absg", window), ("absg", padded)):
-        # Of the sinks' gradient there are four numbers: eight draws are judged together.
+        # The gradient of the sinks has four elements, so eight draws are pooled.
         first, *others = (make_inputs(shape, parts, dtype, seed) for seed in range(8 if "s" in parts else 1))
         check(first, visibility, softmax_scale=dim**-0.5, others=others)
 
 
 @needs_gpu
-def test_a_thousand_launches_are_bit_identical() -> None:
+def test_a_thousand_launches_are_bitwise_equal() -> None:
     shape = (2, 4, 2, 300, 300, 64)
     inputs, visibility = make_inputs(shape, "absg", torch.bfloat16), make_visibility(shape, {"is_causal": True})
     grad_out = torch.randn(inputs["query"].shape, device=DEVICE)
@@ -405,7 +405,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """x with rows so far apart that the last lies beyond 2^31 elements."""
+    """x with rows so far apart in memory that the last is beyond 2^31 elements."""
     row = 2**31 // (x.shape[2] - 2) // 8 * 8
     storage = x.new_empty((x.shape[2] - 1) * row + x.shape[1] * x.shape[3])
     return storage.as_strided(x.shape, (x.shape[3], x.shape[3], row, 1)).copy_(x)

@@ -1,4 +1,4 @@
-"""Tuning runs the real kernels: in the interpreter, where times mean nothing, and on a GPU where there is one."""
+"""Tuning runs the real kernels: in the interpreter, where times are meaningless, and on a GPU if available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = {kernel: [Config(16, 16, 4, 1), Config(32, 32, 4, 1)] for kernel in KERN
 
 
 @needs_triton
-def test_the_fastest_right_candidate_of_each_kernel_wins(monkeypatch):
+def test_the_fastest_correct_candidate_of_each_kernel_is_chosen(monkeypatch):
     clock = {Config(16, 16, 4, 1): 0.5, Config(32, 32, 4, 1): 0.25}
     monkeypatch.setattr(tune._Bench, "milliseconds", lambda self, kernel, config: clock.get(config, 1.0))
     seen = []
@@ -32,7 +32,7 @@ def test_the_fastest_right_candidate_of_each_kernel_wins(monkeypatch):
 
 
 @needs_triton
-def test_what_is_wrong_or_does_not_run_never_wins(monkeypatch):
+def test_candidates_that_are_wrong_or_fail_are_never_chosen(monkeypatch):
     right, wrong, broken = Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 64, 4, 1)
     run = tune._Bench.run
 
@@ -57,11 +57,11 @@ def test_a_gain_within_the_noise_changes_nothing(monkeypatch):
     )
     for each in tune.tune(16, DTYPES[0], device=DEVICE, length=40, only=SMALL):
         assert each.config == each.shipped
-        assert "which stay" in tune.describe(each)
+        assert "which are kept" in tune.describe(each)
 
 
 @needs_triton
-def test_who_won_once_must_win_in_turn(monkeypatch):
+def test_the_best_candidate_must_win_the_final_comparison(monkeypatch):
     lucky, seen = SMALL["forward"][0], set()
 
     def clock(self, kernel, config):
@@ -82,7 +82,7 @@ def test_times_are_measured():
 
 
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_what_is_found_is_saved_and_used(monkeypatch, tmp_path):
+def test_tuned_sizes_are_saved_and_used_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "candidates", lambda kernel, itemsize: [Config(32, 32, 4, 1)])
     monkeypatch.setattr(tune, "WORTH", 100.0)
@@ -97,7 +97,7 @@ def test_on_a_gpu_what_is_found_is_saved_and_used(monkeypatch, tmp_path):
     tuned._tuned.cache_clear()
 
 
-def test_candidates_hold_every_size_that_ships():
+def test_candidates_contain_every_shipped_size():
     for table, wanted in ((tile_sizes.HOPPER, (2,)), (tile_sizes.UNIVERSAL, (2, 4))):
         for (kernel, itemsize, _), config in table.items():
             if itemsize in wanted and config.block_m * config.block_n >= 32 * 32 and config.num_warps == 4:

@@ -1,4 +1,4 @@
-"""The Hopper backward on a GPU; in the interpreter, which has no Gluon, everything around its kernel (routes.py)."""
+"""The Hopper backward on a GPU; in the interpreter, which lacks Gluon, everything but its kernel (routes.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..cudnn.test_cudnn import (
 from ..routes import by_route, make_route, reference
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs a GPU")
-# A small call keeps O beside its output; a large one recomputes it where it is lost.
+# A small call saves O in addition to its output; a large call recomputes it where it is lost to cancellation.
 small, large = by_route("hopper", "hopper"), by_route("hopper", "hopper", large=True)
 after_cudnn = by_route("cudnn", "hopper", large=True)
 WAYS = [small, large, after_cudnn]
@@ -44,7 +44,7 @@ NAMES_OF_WAYS = ["small", "large", "after cuDNN"]
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        ((1, 2, 2, 300, 300, 64), AFFINE),  # tiles of every kind
+        ((1, 2, 2, 300, 300, 64), AFFINE),  # all kinds of tiles
         ((2, 4, 2, 200, 200, 64), ALL),
         ((1, 6, 2, 257, 257, 128), AFFINE),
         ((1, 2, 1, 130, 130, 128), ALL),
@@ -59,9 +59,9 @@ NAMES_OF_WAYS = ["small", "large", "after cuDNN"]
 @pytest.mark.parametrize("way", WAYS, ids=NAMES_OF_WAYS)
 def test_matches_the_reference(shape, names, dtype, nonnegative_alpha, way):
     if nonnegative_alpha and "alpha" not in names:
-        pytest.skip("a promise about alpha, without alpha")
+        pytest.skip("nonnegative_alpha without alpha")
     if INTERPRETED and way is not large and (dtype == torch.float16 or shape[3] > 250):
-        pytest.skip("takes long in the interpreter")
+        pytest.skip("slow in the interpreter")
     inputs, grad = make(*shape, names, dtype, nonnegative_alpha)
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
     others = [make(*shape, names, dtype, nonnegative_alpha, seed=n) for n in range(1, 2 if INTERPRETED else 8)]
@@ -72,7 +72,7 @@ def test_matches_the_reference(shape, names, dtype, nonnegative_alpha, way):
 @pytest.mark.parametrize("forward", ["cudnn", "hopper"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_cancellation_are_marked_and_no_others(dtype, forward):
-    """A row is marked where its output is more than twice as long as alpha O; the first row is always marked."""
+    """A row is marked if the norm of its output is more than twice that of alpha O; the first row is always marked."""
     inputs, _ = make(2, 4, 2, 150, 150, 64, ("alpha", "beta", "sink"), dtype, nonnegative=True)
     inputs["alpha"][:, 1] = 1.0
     inputs["beta"][:, 1] = 0.0
@@ -98,7 +98,7 @@ def test_rows_with_cancellation_are_marked_and_no_others(dtype, forward):
 
 @needs_triton
 def test_marked_rows_are_recomputed():
-    """Marked rows get E . O and what follows from it from the scores, to fp32; nothing else is written."""
+    """For marked rows E . O and its results are recomputed from the scores in fp32; nothing else is written."""
     inputs, grad = make(2, 4, 2, 333, 333, 64, ("sink",), DTYPES[0])
     query, key, value, sink = (inputs[name] for name in ("query", "key", "value", "sink"))
     exact = [x.double() for x in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))]
@@ -161,7 +161,7 @@ def test_small_alphas_keep_their_gradients(scale, way):
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sharp_attention_keeps_its_gradients(dim, dtype):
-    """Where one key has nearly all the weight E . v and E . O nearly cancel, and noise in the latter would show."""
+    """If one key has nearly all the weight, E . v and E . O nearly cancel, and an error in E . O would be visible."""
     inputs, grad = make(1, 2, 2, 200, 200, dim, AFFINE, dtype, nonnegative=True)
     inputs["query"] = inputs["query"] * 8
     visibility = Visibility(1, 200, 200, grad.device, is_causal=True)
@@ -189,8 +189,8 @@ def test_takes_any_strides(names):
 
 
 @needs_triton
-def test_a_wide_gradient_is_taken_as_it_is():
-    """`out.sum().backward()` hands over one number for all."""
+def test_an_expanded_gradient():
+    """`out.sum().backward()` passes an expanded scalar."""
     inputs, grad = make(1, 2, 2, 140, 140, 64, AFFINE, DTYPES[0], nonnegative=True)
     visibility = Visibility(1, 140, 140, DEVICE, is_causal=True)
     one = torch.ones((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
@@ -202,14 +202,14 @@ def test_a_wide_gradient_is_taken_as_it_is():
 
 @needs_triton
 @pytest.mark.parametrize("block_m", [64, 128])
-def test_tiles_come_back_in_order(block_m):
-    """convert_kernel reads the order in which the threads of the matrix units hold a tile."""
+def test_convert_kernel_restores_the_row_order(block_m):
+    """convert_kernel reads a tile in the order in which the threads hold the result of an MMA."""
     from affine_attention.ops.fused.hopper.backward_kernels import convert_kernel
 
     block_d = 8192 // block_m
     rows, columns = torch.arange(block_m)[:, None], torch.arange(block_d)[None, :]
     parts = 128 // block_m
-    # Counted by hand: part of the columns, warp, 16 columns, row // 8 % 2, thread, column // 8 % 2, column % 2.
+    # The order written out: part of the columns, warp, 16 columns, row // 8 % 2, thread, column // 8 % 2, column % 2.
     warp, thread = rows // 16, rows % 8 * 4 + columns // 2 % 4
     width = block_d // parts
     chunk = (columns // width * (block_m // 16) + warp) * (width // 16) + columns % width // 16
@@ -227,8 +227,8 @@ def test_tiles_come_back_in_order(block_m):
 
 
 @needs_gpu
-def test_nothing_is_read_that_was_not_written():
-    """Every tensor is made where NaN was: sums that begin at 0, rows to their end, tiles beyond the end."""
+def test_no_uninitialised_memory_is_read():
+    """All new tensors reuse memory that contains NaN, including sums that must start at 0 and tiles beyond the end."""
     inputs, grad = make(1, 4, 2, 333, 333, 64, ALL, DTYPES[0])
     visibility = Visibility(1, 333, 333, DEVICE, is_causal=True)
     right = results(large, inputs, grad, visibility)
@@ -240,8 +240,8 @@ def test_nothing_is_read_that_was_not_written():
 
 
 @needs_gpu
-def test_a_thousand_times_the_same():
-    """dK, dV and the rows to the bit; dQ is added in an order that may change, but never by more than its rounding."""
+def test_a_thousand_runs_agree():
+    """dK, dV and the row gradients are bitwise equal; dQ, which is added in no fixed order, agrees up to rounding."""
     inputs, grad = make(2, 8, 4, 500, 500, 64, AFFINE, DTYPES[0], nonnegative=True)
     visibility = Visibility(2, 500, 500, DEVICE, is_causal=True)
     right = results(large, inputs, grad, visibility, nonnegative_alpha=True)
@@ -275,7 +275,7 @@ def test_in_a_cuda_graph():
 
 @needs_gpu
 def test_offsets_beyond_32_bits():
-    """Two sequences that lie more than 2^31 elements apart."""
+    """Two sequences that are more than 2^31 elements apart in memory."""
     heads, length, dim = 2, 200, 64
     apart = 2**31 + 4096
     memory = torch.empty(apart + 4 * heads * length * dim, dtype=DTYPES[0], device=DEVICE)
@@ -297,8 +297,8 @@ def test_offsets_beyond_32_bits():
 
 
 @needs_gpu
-def test_memory_is_that_of_plain_attention_and_rows():
-    """At the peak and between forward and backward no more than cuDNN's plain attention, but for numbers a row."""
+def test_memory_is_that_of_plain_attention_plus_row_values():
+    """Peak memory and memory kept for the backward exceed those of cuDNN's plain attention by a few values per row."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for heads, groups, dim in ((16, 16, 64), (16, 4, 64), (12, 4, 128)):
@@ -326,16 +326,16 @@ def test_memory_is_that_of_plain_attention_and_rows():
                 del out
             return found
 
-        a_row = 4 * 4 * heads * 2048  # bytes of one fp32 number for every row
+        a_row = 4 * 4 * heads * 2048  # bytes of one fp32 value per row
         (kept, peak), (plain_kept, plain_peak) = memory(ours), memory(plain)
         assert kept <= plain_kept + 3 * a_row
         assert peak <= plain_peak + 12 * a_row
 
 
-def test_other_versions_of_triton_are_refused(monkeypatch):
+def test_other_versions_of_triton_are_rejected(monkeypatch):
     why_not = hopper_backward.why_not_here.__wrapped__
     monkeypatch.setattr(hopper_backward.triton, "__version__", "4.0.1")
-    assert why_not() == "is written for Triton 3.6 or 3.7, got 4.0.1"
+    assert why_not() == "needs Triton 3.6 or 3.7, got 4.0.1"
 
 
 @outside

@@ -1,4 +1,4 @@
-"""The Hopper forward in front of cuDNN's and the Hopper backward, in the interpreter and on a GPU (routes.py)."""
+"""The Hopper forward with cuDNN's and the Hopper backward, in the interpreter and on a GPU (routes.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ by_hopper = by_route("hopper", "cudnn")
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        ((1, 2, 2, 200, 200, 64), AFFINE),  # tiles of every kind
+        ((1, 2, 2, 200, 200, 64), AFFINE),  # all kinds of tiles
         ((1, 2, 2, 100, 100, 64), ("sink",)),
         ((2, 4, 2, 130, 130, 32), ALL),
         ((1, 4, 2, 33, 33, 24), ("beta", "sink")),
@@ -48,9 +48,9 @@ by_hopper = by_route("hopper", "cudnn")
     ],
 )
 @pytest.mark.parametrize("nonnegative_alpha", [True, False])
-def test_serves_the_backward(shape, names, dtype, nonnegative_alpha):
+def test_its_state_gives_correct_gradients(shape, names, dtype, nonnegative_alpha):
     if nonnegative_alpha and "alpha" not in names:
-        pytest.skip("a promise about alpha, without alpha")
+        pytest.skip("nonnegative_alpha without alpha")
     inputs, grad = make(*shape, names, dtype, nonnegative_alpha)
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
     seeds = range(1, 3 if INTERPRETED else 8)
@@ -70,20 +70,20 @@ def test_without_a_gradient(names):
     ).detach()
     given = {name: None if x is None else x.detach().double() for name, x in given.items()}
     right = reference(**given, visibility=visibility, softmax_scale=0.3)
-    # What is kept for a backward has other products, so the last bit may differ.
+    # With gradients the kernel uses different MMAs, so the last bit may differ.
     assert (out - kept).norm() <= 4 * torch.finfo(out.dtype).eps * right.norm()
     assert (out.double() - right).norm() <= torch.finfo(out.dtype).eps * right.norm() * (8 if INTERPRETED else 1)
 
 
 @needs_gpu
-def test_it_waits_for_the_sums_of_the_values():
-    """The kernel starts before the sums are written. If it did not wait, it would read the old content: NaN."""
+def test_the_kernel_waits_for_the_sums_of_values():
+    """The kernel starts before the sums are written. If it did not wait, it would read the old content, NaN."""
     inputs, _ = make(8, 16, 16, 1000, 1000, 64, AFFINE, DTYPES[0])
     visibility = Visibility(8, 1000, 1000, DEVICE, is_causal=True)
     given = {**dict.fromkeys(ALL), **inputs, "visibility": visibility, "softmax_scale": 0.125}
     first = by_hopper(**given)
     for _ in range(1000):
-        torch.full((8, 16, 64, 64), float("nan"), device=DEVICE)  # the table is allocated where this was
+        torch.full((8, 16, 64, 64), float("nan"), device=DEVICE)  # the table reuses this memory
         assert torch.equal(by_hopper(**given), first)
 
 
@@ -114,7 +114,7 @@ def test_in_a_cuda_graph():
 
 @needs_gpu
 def test_offsets_beyond_32_bits():
-    """Two sequences that lie more than 2^31 elements apart."""
+    """Two sequences that are more than 2^31 elements apart in memory."""
     heads, length, dim = 2, 200, 64
     apart = 2**31 + 4096
     memory = torch.empty(apart + 4 * heads * length * dim, dtype=DTYPES[0], device=DEVICE)
@@ -129,7 +129,7 @@ def test_offsets_beyond_32_bits():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor without memory that says that it is on a GPU."""
+    """A tensor without memory whose device is reported as a GPU."""
 
     device = torch.device("cuda", 0)
     is_cuda = True
@@ -168,18 +168,18 @@ def on_hopper(monkeypatch):
         ({"dim": 20}, "flash", "flash", "softmax output"),
     ],
 )
-def test_which_kernels_serve_a_call(on_hopper, changes, forward, backward, saves):
+def test_which_kernels_a_call_uses(on_hopper, changes, forward, backward, saves):
     route = planning.choose_route(call_like(**changes), needs_gradient=True)
     assert (route.forward, route.backward, route.saves) == (forward, backward, saves)
     without = planning.choose_route(call_like(**changes), needs_gradient=False)
     assert (without.forward, without.backward) == (forward, None)
 
 
-def test_the_route_says_why_the_hopper_backward_does_not_serve(on_hopper, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "why_not_here", lambda: "is written for Triton 3.6, got 4.0")
+def test_the_route_gives_the_reason_against_the_hopper_backward(on_hopper, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "why_not_here", lambda: "needs Triton 3.6, got 4.0")
     route = planning.choose_route(call_like(), needs_gradient=True)
     assert route.backward == "cudnn"
-    assert "is written for Triton 3.6, got 4.0" in route.reason
+    assert "needs Triton 3.6, got 4.0" in route.reason
     assert route.kernels == ("hopper forward", "cudnn backward")
     monkeypatch.setattr(planning, "capability_of", lambda x: 100)
     assert planning.choose_route(call_like(), needs_gradient=True).kernels == ("cudnn",)
@@ -187,7 +187,7 @@ def test_the_route_says_why_the_hopper_backward_does_not_serve(on_hopper, monkey
     assert planning.choose_route(call_like(), needs_gradient=True).kernels == ("flash",)
 
 
-def test_deterministic_calls_take_the_flash_kernels(on_hopper):
+def test_deterministic_calls_use_the_flash_kernels(on_hopper):
     torch.use_deterministic_algorithms(True)
     try:
         route = planning.choose_route(call_like(), needs_gradient=True)

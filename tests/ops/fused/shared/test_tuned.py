@@ -1,4 +1,4 @@
-"""Tile sizes that were tuned are found again, by the right GPU and version alone, and damage is named."""
+"""Tuned tile sizes are used for their GPU and Triton version only, and damaged files are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = Config(32, 128, 8, 1)
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A name and a capability in the place of a GPU: which sizes are chosen depends on nothing else of it."""
+    """A stub with the name and capability of a GPU, which determine the sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("AFFINE_TUNED", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4 / 80GB")
@@ -48,14 +48,14 @@ def test_saved_sizes_are_used_where_they_belong(gpu, tmp_path, monkeypatch):
     assert chosen(head_dim=128) == tile_sizes.UNIVERSAL["forward", 2, 128]
 
 
-def test_another_version_of_triton_has_its_own(gpu, monkeypatch):
+def test_another_version_of_triton_has_its_own_file(gpu, monkeypatch):
     tuned.save(gpu, {("forward", 2, 64): WIDE}, {})
     monkeypatch.setattr(tuned.triton, "__version__", "99.0.0")
     tuned._tuned.cache_clear()
     assert chosen() == tile_sizes.UNIVERSAL["forward", 2, 64]
 
 
-def test_more_is_added_to_what_is_there(gpu):
+def test_new_sizes_are_added_to_the_file(gpu):
     tuned.save(gpu, {("forward", 2, 64): WIDE}, {})
     assert chosen() == WIDE
     tuned.save(gpu, {("causal", 2, 64): Config(64, 128, 4, 2, 168)}, {})
@@ -63,7 +63,7 @@ def test_more_is_added_to_what_is_there(gpu):
     assert chosen("causal") == Config(64, 128, 4, 2, 168)
 
 
-def test_it_can_be_left_unread(gpu, monkeypatch):
+def test_the_file_can_be_ignored(gpu, monkeypatch):
     tuned.save(gpu, {("forward", 2, 64): WIDE}, {})
     monkeypatch.setenv("AFFINE_TUNED", "0")
     tuned._tuned.cache_clear()
@@ -77,21 +77,21 @@ def test_it_can_be_left_unread(gpu, monkeypatch):
         (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2"),
         (lambda text: text.replace('"block_m": 32', '"block_m": 48'), "powers of two"),
         (lambda text: text.replace('"num_warps": 8', '"num_warps": "8"'), "num_warps = '8'"),
-        (lambda text: text.replace('"kernel": "forward"', '"kernel": "sideways"'), "no such kernel"),
+        (lambda text: text.replace('"kernel": "forward"', '"kernel": "sideways"'), "unknown kernel"),
         (lambda text: text.replace("num_stages", "stages"), "num_stages"),
         (lambda text: "[]", "list"),
     ],
 )
-def test_damage_is_named_with_the_file_and_the_way_out(gpu, change, word):
+def test_a_damaged_file_is_named_with_a_fix(gpu, change, word):
     path = tuned.save(gpu, {("forward", 2, 64): WIDE}, {})
     path.write_text(change(path.read_text()))
-    with pytest.raises(ValueError, match="tune again") as error:
+    with pytest.raises(ValueError, match="run `affine tune` again") as error:
         chosen()
     assert word in str(error.value)
     assert str(path) in str(error.value)
 
 
-def test_the_file_says_how_it_was_made(gpu):
+def test_the_file_records_how_it_was_made(gpu):
     path = tuned.save(gpu, {("forward", 2, 64): WIDE}, {"length": 123})
     content = json.loads(path.read_text())
     assert content["gpu"] == gpu

@@ -22,7 +22,7 @@ from ..cudnn.test_cudnn import DEVICE, DTYPES, needs_triton, outside
 @pytest.mark.parametrize("scans", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3, 1000, 40), (1, 2, 64, 64), (1, 1, 5, 16), (1, 1, 33, 128)])
 def test_rows_are_sums_of_the_blocks_before(shape, early, scans):
-    # The keys of a head are not neighbours in memory, as a model's projection leaves them.
+    # The keys of a head are not contiguous in memory, as after a model's projection.
     value = torch.randn(shape, dtype=DTYPES[0], device=DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
     blocks = value.double().split(value_sums.block_of(shape[-1]), dim=2)
     right = torch.stack([block.sum(2) for block in blocks], 2)
@@ -30,7 +30,7 @@ def test_rows_are_sums_of_the_blocks_before(shape, early, scans):
     launches = value_sums.sum_launches(shape, value.stride(), Slot(0), Slot(1), scans=scans, early=early)
     assert len(launches) == 1 + scans
     run = LaunchSet({"sums": launches})
-    for _ in range(2):  # the second time by address, on a GPU
+    for _ in range(2):  # the second launch is by address, on a GPU
         table = torch.full(value_sums.table_shape(shape), float("nan"), device=DEVICE)
         run.run("sums", run.values((value, table)), value.get_device())
         assert not table[:, :, 0].any()
@@ -54,4 +54,4 @@ def test_a_scan_in_place_reads_its_tile_before_it_writes():
     scans = [found for text in kernels for found in re.findall(r"tl\.store\(.*tl\.cumsum\(.* \+ carry", text)]
     assert len(scans) == 1, "one copy of the scan"
     source = inspect.getsource(value_sums.scan_kernel.fn)
-    assert source.index("tl.load(place") < source.index("tl.debug_barrier()") < source.index("tl.store(place")
+    assert source.index("tl.load(ptrs") < source.index("tl.debug_barrier()") < source.index("tl.store(ptrs")

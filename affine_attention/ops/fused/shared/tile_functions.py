@@ -1,7 +1,7 @@
-"""Turns positions into tiles: which tiles a program visits, which pairs in them are visible, and how tiles are moved.
+"""Triton functions on tiles: which tiles a program visits, which pairs are visible, loads and stores, softmax state.
 
-A program that owns queries visits tiles of keys, one that owns keys visits tiles of queries; `tile_span` and
-`visible_pairs` serve both.
+A program that owns queries loops over tiles of keys, one that owns keys loops over tiles of queries; `tile_span` and
+`visible_pairs` are used for both.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# Numbers of heads: a kernel is not compiled again when they change.
+# Arguments that are not specialised, so that a kernel is not recompiled when they change.
 GRID_NUMBERS = ("num_heads", "num_kv_heads", "num_programs", "section")
 LOG2E = tl.constexpr(1.4426950408889634)
-# The phases of a loop over tiles: the run that needs no mask, and the masked edges before and after it.
+# The phases of a loop over tiles: the run without a mask, the masked edge before it, and (2) the one after it.
 FULL = tl.constexpr(0)
 LEFT = tl.constexpr(1)
-RIGHT = tl.constexpr(2)
 
 
 class Rule(NamedTuple):
     """The visibility of a call as kernel arguments; a field that is None is compiled away.
 
-    Query i stands at position i + num_keys - num_queries and sees the keys position - back .. position + ahead.
+    Query i has position i + num_keys - num_queries and sees the keys position - back .. position + ahead.
     """
 
     num_queries: Any
@@ -37,7 +36,7 @@ class Rule(NamedTuple):
 
 @triton.jit
 def scheduled_block(num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
-    """(block, head) of this program: heads in sections whose other side fits the L2 cache, longest blocks first."""
+    """(block, head) of this program: heads in sections whose loop operands fit the L2 cache, longest blocks first."""
     program = tl.program_id(0)
     first_head = program // (num_blocks * section) * section
     rest = program % (num_blocks * section)
@@ -50,10 +49,11 @@ def scheduled_block(num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
 
 @triton.jit
 def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, MASK_TAIL: tl.constexpr):
-    """Tiles [start, stop) that owners at first..last visit, and the run [full_start, full_stop) that needs no mask.
+    """Tiles [start, stop) for the owned rows first..last, and the run [full_start, full_stop) that needs no mask.
 
-    An owner at p sees p - before .. p + after of the other side's `length` rows. `ranges` points to the four numbers
-    that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last tile are masked.
+    The owned row at p sees the rows p - before .. p + after of the `length` rows that are looped over. `ranges` points
+    to the four bounds that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last
+    tile are masked.
     """
     start = 0
     full_start = 0
@@ -80,7 +80,7 @@ def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, M
 
 @triton.jit
 def span_phase(span, phase: tl.constexpr):
-    """[begin, end) of one phase of a span. FULL comes first, which needs the fewest registers."""
+    """[begin, end) of one phase of a span. FULL is the first phase, because it needs the fewest registers."""
     if phase == FULL:
         return span[1], span[2]
     elif phase == LEFT:
@@ -91,8 +91,8 @@ def span_phase(span, phase: tl.constexpr):
 
 @triton.jit
 def visible_pairs(queries, keys, batch, rule):
-    """The boolean tile of visible pairs; `queries` and `keys` are indices shaped to broadcast, either way round."""
-    # Compute the limits of a row first, so that a pair costs one comparison for each limit.
+    """The boolean tile of visible pairs; `queries` and `keys` are indices that broadcast, in either orientation."""
+    # Compute the limits per row first, so that each pair needs one comparison per limit.
     position = queries + (rule.num_keys - rule.num_queries)
     highest = position * 0 + (rule.num_keys - 1)
     if rule.ahead is not None:
@@ -106,17 +106,17 @@ def visible_pairs(queries, keys, batch, rule):
         inside = queries < rule.num_queries
         query_segment = tl.load(of_query, mask=inside, other=0)
         key_segment = tl.load(of_key, mask=keys < rule.num_keys, other=0)
-        # A row beyond the end has no segment: it must not match a padding key.
+        # Rows beyond the end load segment 0 and must not match a key with that segment.
         visible = visible & inside & (query_segment == key_segment)
     if rule.key_mask is not None:
-        kept = tl.load(rule.key_mask + batch * rule.num_keys + keys, mask=keys < rule.num_keys, other=0)
-        visible = visible & (kept != 0)
+        unmasked = tl.load(rule.key_mask + batch * rule.num_keys + keys, mask=keys < rule.num_keys, other=0)
+        visible = visible & (unmasked != 0)
     return visible
 
 
 @triton.jit
 def load_tile(descriptor, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows row .. row + ROWS of one head as [ROWS, BLOCK_D]; whatever lies outside the tensor is 0."""
+    """Rows row .. row + ROWS of one head as [ROWS, BLOCK_D]; elements outside of the tensor are 0."""
     return descriptor.load([batch.to(tl.int32), head.to(tl.int32), row, 0]).reshape(ROWS, BLOCK_D)
 
 
@@ -124,7 +124,7 @@ def load_tile(descriptor, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.cons
 def store_tile(pointer, strides, batch, head, rows, length, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes the rows below `length` and the columns below HEAD_DIM of a tile, in the dtype of `pointer`."""
     columns = tl.arange(0, BLOCK_D)
-    # 64 bits: a strided or large tensor passes 2^31 elements.
+    # 64-bit offsets: a strided or large tensor may exceed 2^31 elements.
     at = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
     inside = rows[:, None] < length
     if HEAD_DIM < BLOCK_D:
@@ -135,14 +135,14 @@ def store_tile(pointer, strides, batch, head, rows, length, tile, HEAD_DIM: tl.c
 
 @triton.jit
 def load_row_scalars(pointer, strides, batch, head, rows, length):
-    """One fp32 number for each row of a [B, H, T] tensor; 0 beyond `length`."""
+    """One fp32 value per row of a [B, H, T] tensor; 0 beyond `length`."""
     at = pointer + batch * strides[0] + head * strides[1] + rows.to(tl.int64) * strides[2]
     return tl.load(at, mask=rows < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_row_scalars(pointer, strides, batch, head, rows, length, numbers):
-    """The reverse of `load_row_scalars`, in the dtype of `pointer`."""
+    """Stores one value per row, in the dtype of `pointer`."""
     at = pointer + batch * strides[0] + head * strides[1] + rows.to(tl.int64) * strides[2]
     tl.store(at, numbers.to(pointer.dtype.element_ty), mask=rows < length)
 
@@ -151,7 +151,7 @@ def store_row_scalars(pointer, strides, batch, head, rows, length, numbers):
 def start_softmax(sink, head, BLOCK_M: tl.constexpr):
     """(largest score, sum) of BLOCK_M rows before their first key, in units of log2.
 
-    The sink is a key without a value: it starts the softmax, and so is in lse.
+    The sink acts as a first key without a value, so it is included in lse.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -169,16 +169,16 @@ def is_finite(x):
 
 
 @triton.jit
-def without_broken(x):
-    """x with NaN and infinity replaced by 0: a value multiplied by a weight of 0 must not give NaN."""
+def zero_nonfinite(x):
+    """Replaces NaN and infinity by 0, because a non-finite value times a weight of 0 is NaN."""
     return tl.where(is_finite(x), x, 0.0).to(x.dtype)
 
 
 @triton.jit
-def needs_shield(rule, phase: tl.constexpr):
-    """Whether a masked phase can contain keys that no query of the call sees: padding, and keys before a window.
+def has_unseen_keys(rule, phase: tl.constexpr):
+    """True if a masked phase can contain keys that no query of the call sees: padding, and keys before a window.
 
-    Plain causal attention has none: its diagonal tiles hold only keys that a later query sees.
+    Plain causal attention has none: every key of its diagonal tiles is seen by a later query.
     """
     padded: tl.constexpr = (rule.key_mask is not None) or (rule.query_segments is not None)
     return (phase != FULL) and (padded or ((phase == LEFT) and (rule.back is not None)))
@@ -191,8 +191,8 @@ def sum_full_tiles(
 ):  # fmt: skip
     """F8's sum of v over the full run of a span, [BLOCK_D] in fp32: every row of the block sees all of it.
 
-    One row of the scanned table when the run starts at key 0 (PREFIX). Otherwise the sums of the run's tiles are added
-    here: a difference of prefix sums would let values outside the run round those inside.
+    If the run starts at key 0 (PREFIX), it is one row of the scanned table. Otherwise the sums of the run's tiles are
+    added here: a difference of prefix sums would suffer from cancellation with values outside of the run.
     """
     columns = tl.arange(0, BLOCK_D)
     row = table + (batch * num_kv_heads + kv_head) * (num_tiles + 1) * HEAD_DIM + columns

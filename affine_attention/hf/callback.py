@@ -1,4 +1,4 @@
-"""Keeps the running averages of a model right under transformers' Trainer, and notices where nobody does."""
+"""Updates the running averages of a model during training with transformers' Trainer, and warns if nothing does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from ..nn import commit_running_alpha, discard_running_alpha
 from ..nn.scaling import affine_scales
+from .installation import IDENTITY_ALPHA
 from .parallel import data_parallel_group
 
 
@@ -19,10 +20,10 @@ class CommitNotice(UserWarning):
 
 
 class RunningAlphaCallback(TrainerCallback):
-    """Folds alpha into `running_alpha` after every optimizer step: `Trainer(..., callbacks=[RunningAlphaCallback()])`.
+    """Updates `running_alpha` after every optimizer step: `Trainer(..., callbacks=[RunningAlphaCallback()])`.
 
-    Once per step over all micro-batches and ranks, and before a checkpoint is written. A step that a gradient scaler
-    skips does not count: what it saw of alpha is dropped with its gradients.
+    There is one update per step for all micro-batches and ranks, before a checkpoint is written. A step that a gradient
+    scaler skips does not count: its alpha is dropped with its gradients.
 
     Args:
         group: the ranks that hold different data. None: all ranks, or under tensor parallelism those of
@@ -50,8 +51,6 @@ class RunningAlphaCallback(TrainerCallback):
 
 def warn_if_never_committed(model: nn.Module) -> bool:
     """Warns where a model has collected alpha and its running averages are still those it started with."""
-    from .attach import IDENTITY_ALPHA
-
     for scale in affine_scales(model):
         if scale.collected.grad is None:
             continue

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the callback equals the plain loop, and resumes where it stopped."""
+"""transformers' Trainer with the callback equals a plain training loop, also after resuming."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_commits_once_per_optimizer_step(tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path):
     rows = make_tokens(8)
     whole = run_trainer(make_student(), tmp_path / "whole", 2, rows, save=True)
     resumed = run_trainer(make_student(), tmp_path / "again", 2, rows, resume=str(tmp_path / "whole" / "checkpoint-1"))
@@ -75,8 +75,8 @@ def test_a_skipped_step_does_not_count():
 
 def test_the_callback_commits_within_its_group(monkeypatch):
     seen = []
-    monkeypatch.setattr("affine_attention.hf.trainer.commit_running_alpha", lambda model, group: seen.append(group))
-    monkeypatch.setattr("affine_attention.hf.trainer.data_parallel_group", lambda model: "ranks with other data")
+    monkeypatch.setattr("affine_attention.hf.callback.commit_running_alpha", lambda model, group: seen.append(group))
+    monkeypatch.setattr("affine_attention.hf.callback.data_parallel_group", lambda model: "ranks with other data")
     for callback in (RunningAlphaCallback(), RunningAlphaCallback(group="mine")):
         callback.on_train_begin(None, None, None, model=make_student())
         callback.on_optimizer_step(None, None, None, model=make_student())

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from affine_attention import attention
-from affine_attention.ops.shield import largest_safe, shield
+from affine_attention.ops.nonfinite_keys import largest_safe, zero_nonfinite
 from affine_attention.testing import Case, make_inputs, run
 
-BROKEN = 40
+NONFINITE = 40
 
 
 @pytest.mark.parametrize("impl", ["composed", "reference"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("mechanism", ["softmax", "sink", "affine", "affine_gated"])
 @pytest.mark.parametrize("where", ["key", "value"])
-def test_rows_that_do_not_see_a_broken_key_are_as_if_it_were_clean(impl, bad, mechanism, where):
+def test_rows_that_do_not_see_a_nonfinite_key_are_unchanged(impl, bad, mechanism, where):
     inputs = make_inputs(Case(mechanism, "causal"))
     documents = (torch.arange(65) >= 50).long().expand(2, 65)
     for visible in (
@@ -27,15 +27,15 @@ def test_rows_that_do_not_see_a_broken_key_are_as_if_it_were_clean(impl, bad, me
         inputs.visible.clear()
         inputs.visible.update(visible)
         clean = run(inputs, impl)["out"]
-        broken = inputs.tensors[where].clone()
-        broken[:, :, BROKEN, 3] = bad
+        changed = inputs.tensors[where].clone()
+        changed[:, :, NONFINITE, 3] = bad
         rows = {name: inputs.tensors[name] for name in ("alpha", "beta", "sink", "gate")}
-        parts = {name: inputs.tensors[name] for name in ("query", "key", "value")} | {where: broken}
+        parts = {name: inputs.tensors[name] for name in ("query", "key", "value")} | {where: changed}
         out = attention(**parts, **rows, **visible, impl=impl)
         stop = 48 if "window" in visible else 50 if "segment_ids" in visible else 65
-        sees = [BROKEN <= i < stop for i in range(65)]
+        sees = [NONFINITE <= i < stop for i in range(65)]
         assert torch.equal(out[:, :, [not s for s in sees]], clean[:, :, [not s for s in sees]])
-        assert torch.isnan(out[:, :, sees]).all(), "a row that sees a broken key must say so"
+        assert torch.isnan(out[:, :, sees]).all(), "a row that sees a non-finite key must be NaN"
 
 
 @pytest.mark.parametrize("impl", ["composed", "reference"])
@@ -43,8 +43,8 @@ def test_rows_that_do_not_see_a_broken_key_are_as_if_it_were_clean(impl, bad, me
 def test_gradients_of_rows_that_do_not_see_it_are_finite(impl, mechanism):
     inputs = make_inputs(Case(mechanism, "causal"))
     for name in ("key", "value"):
-        inputs.tensors[name][:, :, BROKEN] = torch.nan
-    inputs.grad_out[:, :, BROKEN:] = 0  # a loss over the rows before it
+        inputs.tensors[name][:, :, NONFINITE] = torch.nan
+    inputs.grad_out[:, :, NONFINITE:] = 0  # a loss over the rows before it
     for name, x in run(inputs, impl).items():
         if name != "out":
             assert torch.isfinite(x).all(), name
@@ -63,12 +63,12 @@ def test_padding_may_hold_anything(impl, mechanism):
         assert torch.equal(x, clean[name]), name
 
 
-def test_clean_tensors_are_handed_through():
+def test_finite_tensors_are_returned_unchanged():
     x = torch.randn(1, 2, 3, 4)
-    assert shield(x, x)[2] is None
-    assert shield(x, x)[0] is x
+    assert zero_nonfinite(x, x)[2] is None
+    assert zero_nonfinite(x, x)[0] is x
     x[0, 1, 2, 3] = 3e38  # large but finite
-    assert shield(x, x)[2] is None
+    assert zero_nonfinite(x, x)[2] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
