@@ -179,3 +179,12 @@ def test_the_readme_shows_the_loop_before_the_kernels(tmp_path, monkeypatch):
     block = readme.block()
     assert "old" not in block
     assert 0 < block.index("147,000 tokens/s") < block.index("qwen0.5b-2k")
+
+
+def test_accelerate_benchmark_runs(monkeypatch, capsys):
+    from benchmarks import accelerate
+
+    sizes = ["--length", "32", "--window", "8", "--heads", "2", "--key-value-heads", "1", "--hidden", "32"]
+    monkeypatch.setattr(sys, "argv", ["accelerate", "--device", "cpu", "--rounds", "1", *sizes])
+    accelerate.main()
+    assert "| operator | " in capsys.readouterr().out

@@ -5,23 +5,31 @@ Importing this package registers its checkpoint type, so `AutoModelForCausalLM.f
 
 from transformers import AutoConfig
 
+from .accelerate import accelerate, decelerate, explain, is_accelerated
+from .accelerate import register as register_operator
 from .attach import attach, detach, is_attached
-from .callback import RunningAlphaCallback
+from .callback import CommitNotice, RunningAlphaCallback
 from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
 from .students import STUDENTS, student
 
 register()
+register_operator()
 AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
 
 __all__ = [
     "STUDENTS",
+    "CommitNotice",
     "RunningAlphaCallback",
     "WeightsNotice",
+    "accelerate",
     "attach",
     "data_parallel_group",
+    "decelerate",
     "detach",
+    "explain",
+    "is_accelerated",
     "is_attached",
     "student",
 ]

@@ -12,7 +12,7 @@ from ..nn import AttentionMechanism, Mechanism
 from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class
 from .families import find_sites
-from .installation import check_start, install, remove_hooks, scale_out_proj
+from .installation import check_identity, check_start, install, note_part, remove_hooks, scale_out_proj
 from .interface import IMPLEMENTATION, SLOT
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -44,7 +44,9 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     if is_attached(model):
         name = model.config.affine_attention["mechanism"]["name"]
         raise ValueError(f"model already has a mechanism ({name!r}); call affine_attention.hf.detach(model) first")
-    find_sites(model)  # raise for unsupported models before changing anything
+    sites = find_sites(model)  # raise for unsupported models before changing anything
+    if start == "identity":
+        check_identity(sites)
     config = _copy_config(model)
     implementation_before = config._attn_implementation
     config.affine_attention = {"mechanism": mechanism.to_dict(), "start": start}
@@ -73,8 +75,12 @@ def detach(model: ModelT) -> ModelT:
         remove_hooks(module)
         if isinstance(getattr(module, SLOT, None), AttentionMechanism):
             delattr(module, SLOT)
+            module.__dict__.pop("affine_carried", None)
             if identity:
                 scale_out_proj(module, mechanism, undo=True)
+    for key, hook in list(model._state_dict_pre_hooks.items()):
+        if hook is note_part:
+            del model._state_dict_pre_hooks[key]
     for name in ("affine_attention", "auto_map", "base_model_type", "base_model_tp_plan"):
         config.__dict__.pop(name, None)
     architectures = config.__dict__.get("architectures")

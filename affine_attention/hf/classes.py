@@ -12,11 +12,13 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
+from .callback import warn_if_never_committed
 from .installation import initialise_missing, install
-from .interface import IMPLEMENTATION, SLOT
+from .interface import IMPLEMENTATION, SLOT, own_implementation
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: no other library knows this type
@@ -67,6 +69,11 @@ class AffineConfigMixin:
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """Transformers looks at the module of a class and treats code that is not its own as older than it is."""
+        return bool(cls.plain_class.is_custom_code())  # type: ignore[attr-defined]
+
+    @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
         config_dict, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
         if config_dict.get("model_type") == MODEL_TYPE:
@@ -82,6 +89,12 @@ class AffineConfigMixin:
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         (Path(save_directory) / f"{MODULE_NAME}.py").write_text(text)
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
+        if name == "_attn_implementation_internal":
+            value = own_implementation(value)
+        super().__setattr__(name, value)
 
     def validate_output_attentions(self) -> None:
         """Accepts output_attentions, which transformers allows for eager attention only; we compute the weights."""
@@ -107,37 +120,47 @@ class AffineModelMixin:
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any):
         settings = check_settings(getattr(config, "affine_attention", None))
-        if config._attn_implementation is None:
-            config._attn_implementation = IMPLEMENTATION
         config.base_model_tp_plan = head_plan(config.base_model_tp_plan, SLOT)
         super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
         install(self, Mechanism.from_dict(settings["mechanism"]), settings["start"])  # type: ignore[arg-type]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation in (None, IMPLEMENTATION):
-            return IMPLEMENTATION
-        raise ValueError(
-            f'attn_implementation must be left out or "{IMPLEMENTATION}" for a model with a mechanism, got '
-            f'"{attn_implementation}", which would run plain softmax attention; call '
-            "affine_attention.hf.detach(model) first"
-        )
+        return own_implementation(attn_implementation)
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        self._check_and_adjust_attn_implementation(attn_implementation)  # type: ignore[arg-type]
+        """Chooses an implementation of the operator: "eager" the reference, "sdpa" composed, "flash_.." fused."""
+        name = attn_implementation
+        if isinstance(name, dict):
+            name = name.get("", self.config._attn_implementation)
+        self.config._attn_implementation = name
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the plain class: a load then converts weights and fills buffers as it does for that class."""
+        return bool(cls.plain_class.is_custom_code())  # type: ignore[attr-defined]
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Asks the plain class, because transformers decides this from the source file of a class."""
         return bool(cls.plain_class._can_set_experts_implementation())  # type: ignore[attr-defined]
 
+    def initialize_weights(self) -> None:
+        """What transformers calls after loading and in `init_weights`: gives a value to whatever has none yet."""
+        layers = []
+        for module in self.modules():  # type: ignore[attr-defined]
+            layer = getattr(module, SLOT, None)
+            if isinstance(layer, AttentionMechanism) and not getattr(layer, "_is_hf_initialized", False):
+                layers.append((module, layer))
+        super().initialize_weights()  # type: ignore[misc]
+        for module, layer in layers:
+            initialise_missing(module, layer, self.config.affine_attention["start"])
+
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
-        """Called by transformers after loading: initialises every tensor that the checkpoint does not hold."""
+        """What transformers calls after loading."""
         super()._initialize_missing_keys(*args, **kwargs)  # type: ignore[misc]
-        start = self.config.affine_attention["start"]
         for module in self.modules():  # type: ignore[attr-defined]
             layer = getattr(module, SLOT, None)
             if isinstance(layer, AttentionMechanism):
-                initialise_missing(module, layer, start)
                 keep_own_heads(layer)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +168,20 @@ class AffineModelMixin:
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        self._notice_forgotten_commit()
         if kwargs.get("state_dict") is None and (state := whole_state_dict(self)) is not None:  # type: ignore[arg-type]
             kwargs["state_dict"] = state
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self, mode: bool = True) -> Any:
+        if self.training and not mode:  # type: ignore[attr-defined]
+            self._notice_forgotten_commit()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _notice_forgotten_commit(self) -> None:
+        """Once for each model: where training ends, or its result is written."""
+        if not self.__dict__.get("_commit_was_noticed"):
+            self._commit_was_noticed = warn_if_never_committed(self)  # type: ignore[arg-type]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -202,6 +236,10 @@ def affine_model_class(base: type[PreTrainedModel]) -> Any:
         doc = f"{base.__name__} with a mechanism in every attention module."
         members = {"__module__": __name__, "__doc__": doc, "config_class": config_class, "plain_class": base}
         _CREATED.setdefault(base, type(PREFIX + base.__name__, (AffineModelMixin, base), members))
+        # Some families name the weights of one class differently in their files (gpt_neox: embed_out, not lm_head).
+        conversions = get_checkpoint_conversion_mapping(base.__name__)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(PREFIX + base.__name__, conversions, overwrite=True)
     return _CREATED[base]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from .keywords import CHANGES_ATTENTION, passes
 
 # (query projection, output projection), by attribute name, in search order.
 PROJECTIONS = (
@@ -20,6 +23,9 @@ PROJECTIONS = (
     ("q_proj", "out_proj"),  # opt
 )
 ALIBI_FAMILIES = ("bloom", "mpt")
+CROSS_ATTENTION = ("encoder_attn", "cross_attn")  # BART and its like, mllama: not called in a decoder that stands alone
+INNER_NORMS = ("attn_sub_norm", "inner_attn_ln")  # between the heads' outputs and the output projection
+OFTEN_NONE = ("s_aux", "softcap")  # the configuration or the module says whether there is one
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     _refuse_model(model)
     sites = []
     for name, module in model.named_modules():
-        if _uses_interface(module):
+        if uses_interface(module) and not name.endswith(CROSS_ATTENTION):
             sites.append(_site(name, module, model))
     if not sites:
         raise _refusal(
@@ -63,15 +69,30 @@ def find_decoders(model: PreTrainedModel, sites: list[Site]) -> list[PreTrainedM
     return decoders
 
 
-def _uses_interface(module: nn.Module) -> bool:
+def uses_interface(module: nn.Module) -> bool:
     """True for a module whose forward looks up its attention function by name, so that its code need not be copied."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
+def drops_keywords(module: nn.Module) -> bool:
+    """True for a layer that takes keywords and passes none of them on to its attention (stablelm, nemotron)."""
+    code = inspect.unwrap(type(module).forward).__code__
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return True
+    name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    return not any(step.argval == name and step.opname.startswith("LOAD") for step in dis.get_instructions(code))
+
+
 def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
     config: Any = getattr(module, "config", model.config)
+    if config is not model.config:
+        raise _refusal(
+            model,
+            f"{name} is built from a configuration of a part of the model ({type(config).__name__})",
+            "attach to the part that has that configuration",
+        )
     if any(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_lora_rank")):
         raise _refusal(model, f"{name} is multi-head latent attention (MLA): its keys and values are compressed")
     if getattr(module, "sinks", None) is not None:
@@ -80,6 +101,13 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
         raise _refusal(model, f"{name} is differential attention: the difference of two softmax maps")
     if getattr(module, "is_cross_attention", False):
         raise _refusal(model, f"{name} is cross-attention")
+    for keyword in passes(inspect.unwrap(type(module).forward)):
+        if keyword not in OFTEN_NONE:
+            raise _refusal(model, f"{name} passes {keyword} to its attention: {CHANGES_ATTENTION[keyword]}")
+    if hasattr(module, "prepare_dynamic_mask"):
+        raise _refusal(model, f"{name} computes a mask from its values")
+    if not getattr(module, "is_causal", True) and getattr(config, "is_decoder", False):
+        raise _refusal(model, f"{name} is not marked as causal (is_causal=False) in a decoder")
     for first, last in PROJECTIONS:
         query_proj, out_proj = getattr(module, first, None), getattr(module, last, None)
         if isinstance(query_proj, nn.Module) and isinstance(out_proj, nn.Module):
@@ -94,7 +122,9 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
                 f"{name}.{label} is a {type(proj).__name__}: mechanisms need unquantised projections without adapters",
                 "attach to the plain model first, then add adapters",
             )
-    num_heads = config.num_attention_heads
+    num_heads: Any = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+    if num_heads is None:
+        raise _refusal(model, f"its configuration {type(config).__name__} has no num_attention_heads")
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     head_dim = int(head_dim or config.hidden_size // num_heads)
     embed_dim, query_width, inner = _in(query_proj), _out(query_proj), _in(out_proj)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,11 +10,16 @@ from torch import nn
 from transformers import PreTrainedModel, initialization
 
 from ..nn import AttentionMechanism, Mechanism
-from .families import PROJECTIONS, find_decoders, find_sites
-from .interface import SLOT, note_call, note_hidden
+from .families import INNER_NORMS, PROJECTIONS, Site, drops_keywords, find_decoders, find_sites
+from .interface import SLOT, carry_keywords, note_call, note_hidden, take_keywords
 
 STARTS = ("fresh", "identity")
 IDENTITY_ALPHA = 0.5  # alpha for a zero projection, with both activations; a zero output gate is 0.5 as well
+TEXT_PARTS = ("language_model", "text_model", "text_decoder", "llm", "thinker")  # attributes of multimodal models
+
+
+class PartNotice(UserWarning):
+    """A state dict was made of a model of which only a part has a mechanism."""
 
 
 def check_start(mechanism: Mechanism, start: str) -> None:
@@ -24,6 +30,17 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
+
+
+def check_identity(sites: list[Site]) -> None:
+    """Raises where a norm between the gates and the output projection removes the factor of a gate."""
+    for site in sites:
+        for name in INNER_NORMS:
+            if hasattr(site.module, name):
+                raise ValueError(
+                    f'start="identity" does not work for {type(site.module).__name__}: {site.name}.{name} normalises '
+                    'the output of attention before it is projected; use start="fresh"'
+                )
 
 
 def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
@@ -39,6 +56,11 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             scale_out_proj(site.module, mechanism)
         layer.train(site.module.training)
         setattr(site.module, SLOT, layer)
+        around = model.get_submodule(site.name.rpartition(".")[0])
+        if not isinstance(around, PreTrainedModel) and drops_keywords(around):
+            site.module.affine_carried = {}  # type: ignore[assignment]
+            around.register_forward_pre_hook(carry_keywords, with_kwargs=True)
+            site.module.register_forward_pre_hook(take_keywords, with_kwargs=True)
         site.module.register_forward_pre_hook(note_hidden, with_kwargs=True)
         if not like.is_meta:
             # Without this mark, transformers initialises the new modules again in `init_weights`.
@@ -47,11 +69,23 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
                 part._is_hf_initialized = True
     for decoder in find_decoders(model, sites):
         decoder.register_forward_pre_hook(note_call, with_kwargs=True)
+    model.register_state_dict_pre_hook(note_part)
+
+
+def note_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a state dict is made: warns where the model is the text part of a multimodal one, which cannot load it."""
+    if prefix.rstrip(".").rpartition(".")[2] in TEXT_PARTS:
+        warnings.warn(
+            f"{prefix.rstrip('.')} has a mechanism, and the model around it has none: a folder that save_pretrained of "
+            "the whole model writes loads as plain softmax attention; save the part with its own save_pretrained",
+            PartNotice,
+            stacklevel=2,
+        )
 
 
 def remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (note_call, note_hidden):
+        if hook in (note_call, note_hidden, carry_keywords, take_keywords):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..nn import AttentionMechanism
 from ..nn.attention import real_tokens
 from ..ops import attention, attention_weights
+from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
 from .parallel import own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
+# Names in config._attn_implementation of an attached model, and the implementation of the operator that each runs.
+OPERATOR_IMPL = {IMPLEMENTATION: "auto"} | {
+    f"{IMPLEMENTATION}_{impl}": impl for impl in ("reference", "composed", "fused")
+}
 SLOT = "affine"  # the submodule of an attention module that holds its mechanism
 MAX_READINGS = 8  # of masks in one forward: a dense mask that is copied to each GPU must not be kept for every layer
 
@@ -111,6 +117,7 @@ def affine_attention(
     affine_segments: Tensor | None = None,
     affine_weights: bool = False,
     affine_call: ForwardCall | None = None,
+    affine_impl: str = "auto",
     position_bias: Any = None,
     s_aux: Any = None,
     softcap: Any = None,
@@ -132,6 +139,7 @@ def affine_attention(
         given = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
         name = next(name for name, value in given.items() if value is not None)
         raise ValueError(f"{name} is not part of any mechanism, but {type(module).__name__} passes one")
+    refuse_unknown(type(module).__name__, others, "call affine_attention.hf.detach(model) first")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     read = read_call if affine_call is None else affine_call.read
@@ -143,10 +151,12 @@ def affine_attention(
         sink = layer.sink
         if sink is not None:
             sink = own_sink(sink, query.shape[1])
-        if query.is_cuda and layer.observer is None and not affine_weights:
+        # One autograd node for W_a and the operator: it runs the fused kernels.
+        joined = query.is_cuda and affine_impl in ("auto", "fused")
+        if joined and layer.observer is None and not affine_weights:
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
-                return out.transpose(1, 2), None
+                return out.transpose(1, 2).contiguous(), None
         alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
     if layer.observer is not None:
         layer.observer(
@@ -155,12 +165,13 @@ def affine_attention(
         )  # fmt: skip
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
-        **arguments,
+        impl=affine_impl, **arguments,
     )  # fmt: skip
     weights = None
     if affine_weights:
         weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
-    return out.transpose(1, 2), weights
+    # Contiguous like transformers' own: a model may use view (afmoe does).
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -180,6 +191,21 @@ def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             check_implementation(module.config)
     kwargs["affine_hidden"] = args[0] if args else kwargs["hidden_states"]
     return args, kwargs
+
+
+def carry_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a layer that passes no keywords on: leaves those of `note_call` with its attention, for this one call."""
+    given = {name: kwargs[name] for name in ("affine_segments", "affine_weights", "affine_call") if name in kwargs}
+    for child in module.children():
+        if SLOT in child._modules:
+            child.affine_carried = given  # type: ignore[assignment]
+
+
+def take_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before the attention of such a layer, and before `note_hidden`: takes what `carry_keywords` left."""
+    carried: Any = module.affine_carried
+    module.affine_carried = {}  # type: ignore[assignment]
+    return args, kwargs | carried
 
 
 def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -223,15 +249,35 @@ def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def check_implementation(config: Any) -> None:
     """Raises where the attention implementation of an attached model was changed: plain softmax would run silently."""
-    if config._attn_implementation != IMPLEMENTATION:
-        raise ValueError(
-            f'attn_implementation must stay "{IMPLEMENTATION}" while a mechanism is attached, got '
-            f'"{config._attn_implementation}", which would run plain softmax attention; call '
-            "affine_attention.hf.detach(model) first"
-        )
+    if config._attn_implementation not in OPERATOR_IMPL:
+        raise ValueError(_unknown_implementation(config._attn_implementation))
+
+
+def own_implementation(name: Any) -> str:
+    """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    if name is None or name in OPERATOR_IMPL:
+        return name or IMPLEMENTATION
+    if name == "eager":
+        return f"{IMPLEMENTATION}_reference"
+    if name == "sdpa":
+        return f"{IMPLEMENTATION}_composed"
+    if isinstance(name, str) and "flash" in name and "|" not in name:
+        return f"{IMPLEMENTATION}_fused"
+    raise ValueError(_unknown_implementation(name))
+
+
+def _unknown_implementation(name: Any) -> str:
+    return (
+        f'attn_implementation must be left out or "{IMPLEMENTATION}" (the fastest), "eager" (reference), "sdpa" '
+        f'(composed) or "flash_attention_2" and its like (fused) while a mechanism is attached, got {name!r}; call '
+        "affine_attention.hf.detach(model) first for plain softmax attention"
+    )
 
 
 def register() -> None:
-    """Registers the attention function and the mask function; without the second, padding would be ignored."""
-    AttentionInterface.register(IMPLEMENTATION, affine_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, compact_mask)
+    """Makes the implementations known to transformers; both registers are needed, or padding would be ignored."""
+    for name, impl in OPERATOR_IMPL.items():
+        AttentionInterface.register(
+            name, affine_attention if impl == "auto" else partial(affine_attention, affine_impl=impl)
+        )
+        AttentionMaskInterface.register(name, compact_mask)

@@ -96,7 +96,7 @@ def compact_mask(
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, segments: Tensor | None) -> Visible:
     """Decodes the result of `compact_mask`; `segments` [B, T] are the segment ids of packed `position_ids`, if any."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    causal = is_causal and queries > 1
+    causal = bool(is_causal and queries > 1)  # a symbolic length makes the comparison symbolic in torch.export
     if mask is None:
         num_keys = queries if causal and keys > queries else keys
         return _with_segments(Visible({"is_causal": causal}, num_keys, None), segments, queries)
@@ -190,6 +190,8 @@ def _pattern(
             return None
         window = local_size
     if values_are_unknown():
+        if mask_function.__name__ not in _TRACED_NAMES:
+            return None  # a prefix or block that sees in both directions
         # Transformers cannot read position_ids here and always adds a packing term. The pre-hook of the decoder
         # (interface.py) detects packing and passes the segments to the layers itself.
         return window, None
@@ -218,6 +220,8 @@ def _closed_over(function: Any) -> Any:
 _SLIDING = sliding_mask_function(1)
 _AND_CODE = _SLIDING.__code__
 _PACKED_CODE = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+# The closures of a function that is traced cannot be read, its name can: plain causal, or parts joined with `and`.
+_TRACED_NAMES = (causal_mask_function.__name__, _SLIDING.__name__)
 _KNOWN_CODES = {causal_mask_function.__code__, *(part.__code__ for part in _parts(_SLIDING))}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..nn import AttentionMechanism
@@ -33,19 +34,32 @@ def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
 def keep_own_heads(layer: AttentionMechanism) -> None:
     """Slices the running average, the collected sums and the head count of a sharded layer to this rank's heads."""
     shard = next((p for p in layer.parameters() if isinstance(p, DTensor)), None)
-    if shard is None:
+    mesh = None if shard is None else head_mesh(shard)
+    if mesh is None:
         return
-    ranks = shard.device_mesh.size()
+    ranks = mesh.size()
     if layer.num_heads % ranks:
         raise ValueError(f"tp_size must divide the query heads, got tp_size={ranks} and {layer.num_heads} heads")
     heads = layer.num_heads // ranks
-    first = shard.device_mesh.get_local_rank() * heads
+    first = mesh.get_local_rank() * heads
     layer.num_heads = heads
     if layer.scale is not None and layer.mechanism.bias:
         scale = layer.scale
         scale.running_alpha = scale.running_alpha[first : first + heads].clone()
         scale.collected = torch.zeros_like(scale.collected[: heads + 1], requires_grad=True)
-        scale.shard_mesh = shard.device_mesh
+        scale.shard_mesh = mesh
+
+
+def head_mesh(shard: DTensor) -> DeviceMesh | None:
+    """The ranks over which a parameter is split by heads; None where it is split for storage alone (FSDP).
+
+    FSDP puts a parameter together again before it is used, so every rank computes with all heads.
+    """
+    mesh = shard.device_mesh
+    names = mesh.mesh_dim_names
+    if names is None or names == ("tp",):
+        return mesh
+    return mesh["tp"] if "tp" in names else None
 
 
 def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
+import transformers
 
 from affine_attention import Mechanism
-from affine_attention.hf import attach, detach
+from affine_attention.hf import WeightsNotice, attach, detach
+from affine_attention.hf.installation import PartNotice
 from affine_attention.nn import PRESETS
 
-from .models import FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
+from .models import FAMILIES, SHAPE, make_model, make_tokens, mechanisms, oracle, plain_model
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -116,16 +120,57 @@ def test_models_that_share_a_configuration_stay_independent():
     assert all(getattr(m, "config", first.config) is first.config for m in first.modules())
 
 
-@pytest.mark.parametrize("switch", ["sdpa", "eager", "flex_attention"])
-def test_switching_the_attention_implementation_raises(switch):
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("eager", "reference"),
+        ("sdpa", "composed"),
+        ("flash_attention_2", "fused"),
+        ("kernels-community/fa3-flash", "fused"),
+    ],
+)
+def test_names_of_transformers_choose_an_implementation_of_the_operator(name, ours):
     model = make_model()
-    with pytest.raises(ValueError, match="detach"):
-        model.set_attn_implementation(switch)
-    model.config._attn_implementation = switch
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        model(make_tokens())
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        model.model.layers[0].self_attn(torch.zeros(1, 1, 32))
+    tokens = make_tokens()
+    expected = model(tokens).logits
+    for switch in (model.set_attn_implementation, lambda name: setattr(model.config, "_attn_implementation", name)):
+        switch("affine_attention")
+        assert model.config._attn_implementation == "affine_attention"
+        switch(name)
+        assert model.config._attn_implementation == f"affine_attention_{ours}"
+        if ours == "fused":
+            with pytest.raises(ValueError, match='impl="fused" needs a CUDA GPU'):
+                model(tokens)
+        else:
+            torch.testing.assert_close(model(tokens).logits, expected)
+    detach(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_names_that_are_set_from_outside_choose_too():
+    """A composite model writes into the configurations of its parts."""
+    model = make_model()
+    model.config._attn_implementation_internal = "eager"
+    assert model.config._attn_implementation == "affine_attention_reference"
+    tokens = make_tokens()
+    with pytest.warns(WeightsNotice):
+        weights = model(tokens, output_attentions=True).attentions
+    assert not torch.allclose(weights[0].sum(-1), torch.ones(()))  # alpha: no softmax
+
+
+@pytest.mark.parametrize("switch", ["flex_attention", "paged|sdpa", "paged|flash_attention_2", 3])
+def test_attention_cannot_be_switched_away_behind_our_back(switch):
+    model = make_model()
+    for change in (model.set_attn_implementation, lambda name: setattr(model.config, "_attn_implementation", name)):
+        with pytest.raises(ValueError, match=rf"while a mechanism is attached, got {re.escape(repr(switch))}; call"):
+            change(switch)
+    assert model.config._attn_implementation == "affine_attention"
+    # A configuration that is not ours reaches a layer.
+    module = model.model.layers[0].self_attn
+    module.config = plain_model().config
+    for call in (lambda: model(make_tokens()), lambda: module(torch.zeros(1, 1, 32))):
+        with pytest.raises(ValueError, match="while a mechanism is attached, got 'sdpa'"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -158,3 +203,19 @@ def test_bias_length_keys_trains_but_rejects_a_cache():
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cannot generate"):
         model(tokens[:, :1], past_key_values=cache)
+
+
+def test_a_part_of_a_multimodal_model_says_that_the_whole_cannot_be_loaded(tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 8, "patch_size": 4}  # fmt: skip
+    text = SHAPE | {"model_type": "llama"}
+    config = transformers.LlavaConfig(vision_config=vision | {"model_type": "clip_vision_model"}, text_config=text)
+    whole = transformers.LlavaForConditionalGeneration(config)
+    part = attach(whole.model.language_model, "affine")
+    with pytest.warns(PartNotice, match=r"loads as plain softmax attention; save the part with its own"):
+        whole.save_pretrained(tmp_path / "whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PartNotice)
+        part.save_pretrained(tmp_path / "part")
+        detach(part)
+        whole.save_pretrained(tmp_path / "plain")

@@ -16,7 +16,7 @@ from affine_attention.hf import attach, classes, detach
 from affine_attention.hf.classes import MODULE_NAME
 from affine_attention.nn import PRESETS
 
-from .models import FAMILIES, make_model, make_tokens, mechanisms, plain_model, running_alphas
+from .models import FAMILIES, NO_HEAD_DIM, SHAPE, make_model, make_tokens, mechanisms, plain_model, running_alphas
 
 SETTINGS = {"bias_length": 77, "momentum": 0.8}
 
@@ -122,11 +122,15 @@ def test_a_plain_class_that_loads_the_folder_cannot_run(tmp_path):
         plain(make_tokens())
 
 
-@pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_loading_with_another_attention_is_refused(how, tmp_path):
-    make_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="would run plain softmax attention"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=how)
+@pytest.mark.parametrize(("how", "ours"), [("sdpa", "composed"), ("eager", "reference")])
+def test_loading_with_a_name_of_transformers_chooses_an_implementation(how, ours, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=how)
+    assert loaded.config._attn_implementation == f"affine_attention_{ours}"
+    torch.testing.assert_close(loaded(make_tokens()).logits, model(make_tokens()).logits)
+    with pytest.raises(ValueError, match="while a mechanism is attached, got 'flex_attention'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flex_attention")
 
 
 def test_bf16_loading_keeps_the_average_in_fp32(tmp_path):
@@ -179,3 +183,57 @@ def test_names_are_made_on_demand():
     assert classes.AffineMistralForCausalLM is classes.AffineMistralForCausalLM
     with pytest.raises(AttributeError, match="has no attribute 'AffineNothing'"):
         classes.AffineNothing  # noqa: B018
+
+
+# Families whose plain class converts weights (gpt_neox), has buffers that no checkpoint holds (falcon_h1), or kinds of
+# layers with names of its own (lfm2).
+CONVERTED = {
+    "gpt_neox": FAMILIES["gpt_neox"],
+    "falcon_h1": SHAPE | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+                          "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 1},
+    "lfm2": NO_HEAD_DIM | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_a_load_converts_and_fills_what_the_plain_class_does(family, tmp_path):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONVERTED[family])).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    model = attach(AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval(), "affine_gated", start="identity")
+    model.save_pretrained(tmp_path / "attached")
+    expected = plain(make_tokens()).logits
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "attached"),
+        type(model).from_pretrained(tmp_path / "plain", config=model.config),
+    ):
+        assert torch.equal(loaded.eval()(make_tokens()).logits, expected)
+        buffers = dict(loaded.named_buffers())
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffers[name], buffer), name
+    assert not type(model).is_custom_code()
+    assert not type(model.config).is_custom_code()
+
+
+@pytest.mark.parametrize(("mechanism", "start"), [("affine_gated", "fresh"), ("affine", "identity"), ("sink", "fresh")])
+def test_a_model_of_empty_memory_is_initialised(mechanism, start):
+    """Built on meta, `to_empty`, `init_weights`: as trainers of large models do."""
+    built = make_model("llama", mechanism, start=start)
+    with torch.device("meta"):
+        model = type(built)(built.config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(torch.nan)
+    model.init_weights()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert not tensor.isnan().any(), name
+    layer = mechanisms(model)[0]
+    if layer.scale is not None:
+        assert (running_alphas(model) == (0.5 if start == "identity" else 0.0)).all()
+        assert (layer.scale.proj.weight.std() > 0) == (start == "fresh")
+    model.train()(make_tokens(), labels=make_tokens()).loss.backward()
+    commit_running_alpha(model)
+    before = running_alphas(model) if layer.scale is not None else None
+    model.init_weights()  # nothing is left to do
+    assert before is None or torch.equal(running_alphas(model), before)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from affine_attention.hf import attach
-from affine_attention.hf.families import find_decoders, find_sites
+from affine_attention.hf import WeightsNotice, attach, detach
+from affine_attention.hf.families import drops_keywords, find_decoders, find_sites
 
-from .models import FAMILIES, NO_HEAD_DIM, make_model, make_tokens, plain_model
+from .models import FAMILIES, NO_HEAD_DIM, make_model, make_tokens, plain_model, spread
 from .test_attach import assert_equals_oracle
 
 HYBRID = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -58,6 +58,17 @@ def tiny(name, **settings):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def shapes(name):
+    """A model of a family with its published settings, without memory."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name))
+
+
+def lw_detr():
+    with torch.device("meta"):
+        return transformers.LwDetrForObjectDetection(transformers.LwDetrConfig())
+
+
 def deepseek():
     return tiny("deepseek_v3", n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=8,
                    kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, moe_intermediate_size=8,
@@ -94,6 +105,13 @@ def quantised():
         (lambda: tiny("diffllama", head_dim=8), "differential attention"),
         (lambda: tiny("falcon", alibi=True), "ALiBi"),
         (adapted, "attach to the plain model first"),
+        (lambda: shapes("bigbird_pegasus"), "is not marked as causal (is_causal=False) in a decoder"),
+        (lambda: shapes("minimax_m3_vl_text"), "passes block_indices to its attention: sparse attention over chosen"),
+        (lambda: shapes("inkling_text"), "passes position_bias to its attention: a learned bias on the scores"),
+        (lambda: shapes("doge"), "computes a mask from its values"),
+        (lambda: shapes("blt"), "is built from a configuration of a part of the model (BltLocalEncoderConfig)"),
+        (lambda: shapes("fuyu"), "is built from a configuration of a part of the model (PersimmonConfig)"),
+        (lw_detr, "is built from a configuration of a part of the model (LwDetrViTConfig)"),
         (lambda: make_model("llama", "sink"), "already has a mechanism ('sink')"),
     ],
 )
@@ -105,3 +123,54 @@ def test_unsupported_models_raise_with_the_reason_and_stay_unchanged(make, words
     assert words in str(caught.value)
     assert type(model) is kind
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+
+
+def test_a_norm_before_the_projection_allows_no_identity_start():
+    model = tiny("bitnet")
+    with pytest.raises(ValueError, match=r"attn_sub_norm normalises the output of attention .*; use start=\"fresh\""):
+        attach(model, "affine", start="identity")
+    attach(model, "affine")
+
+
+def test_cross_attention_that_is_never_called_gets_no_gates():
+    model = transformers.BartForCausalLM(
+        transformers.BartConfig(vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+                                decoder_ffn_dim=32, dropout=0.0)
+    )  # fmt: skip
+    attach(model, "affine")
+    assert [name for name, _ in model.named_modules() if name.endswith(".affine")] == [
+        "model.decoder.layers.0.self_attn.affine"
+    ]
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_layers_that_pass_no_keywords_on(family):
+    """Weights and packed documents are told by keywords."""
+    torch._dynamo.reset()
+    model = attach(tiny(family, attention_dropout=0.0).eval(), "affine")
+    assert drops_keywords(model.model.layers[0])
+    assert not drops_keywords(plain_model().model.layers[0])
+    spread(model, 0.3)
+    tokens = make_tokens(1, 12)
+    with pytest.warns(WeightsNotice):
+        assert [w.shape for w in model(tokens, output_attentions=True).attentions] == [(1, 4, 12, 12)]
+    assert not model(tokens).attentions
+    packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        alone = model(tokens[:, 5:]).logits
+        for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            logits = call(tokens, position_ids=packed, use_cache=True).logits[:, 5:]
+            torch.testing.assert_close(logits, alone, rtol=1e-3, atol=1e-3)
+    detach(model)
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert not any("affine_carried" in module.__dict__ for module in model.modules())
+
+
+def test_outputs_are_contiguous_as_those_of_transformers():
+    """The attention of afmoe calls view."""
+    model = tiny("afmoe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_shared_experts=1,
+                    head_dim=8, sliding_window=5)  # fmt: skip
+    attach(model, "affine")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    model(make_tokens(), attention_mask=mask).logits.sum().backward()

@@ -258,3 +258,20 @@ def test_an_unknown_pattern_gets_the_dense_mask():
     mask = compact_mask(1, 4, 4, mask_function=every_second)
     assert mask.dtype == torch.bool
     assert mask[0, 0, 3].tolist() == [False, True, False, True]
+
+
+def test_one_exported_graph_serves_every_length():
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens):
+            return self.model(tokens, use_cache=False).logits
+
+    model = make_model()
+    length = torch.export.Dim("length", min=2, max=64)
+    graph = torch.export.export(Logits(model), (make_tokens(2, 12),), dynamic_shapes={"tokens": {1: length}})
+    with torch.no_grad():
+        for tokens in (make_tokens(2, 31), make_tokens(2, 2)):
+            torch.testing.assert_close(graph.module()(tokens), model(tokens).logits)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two gloo ranks: logits, gradients, running average and checkpoint equal those of one rank."""
+"""Transformers' tensor parallelism and FSDP on two gloo ranks: all that a model computes equals that of one rank."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from .test_training import summed_loss
 WORLD = 2
 
 
-def worker(rank: int, port: int, folder: str) -> None:
+def worker(rank: int, port: int, folder: str, kind: str) -> None:
     faulthandler.dump_traceback_later(60, exit=True)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
                    "WORLD_SIZE": str(WORLD)}  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     try:
-        run_rank(rank, folder)
+        run_rank(rank, folder, kind)
     finally:
         dist.destroy_process_group()
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str, kind: str) -> None:
     from transformers.distributed import DistributedConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/model", distributed_config=DistributedConfig(tp_size=WORLD, tp_plan="auto")
-    )
+    split = {"tp_size": WORLD, "tp_plan": "auto"} if kind == "tp" else {"fsdp_size": WORLD}
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=DistributedConfig(**split))
     result = {"logits": model(make_tokens()).logits.detach()}
     model.train()
     loss = summed_loss(model, make_tokens())
@@ -50,7 +49,7 @@ def run_rank(rank: int, folder: str) -> None:
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
         for name, p in model.named_parameters()
     }
-    if any(hasattr(m, "running_alpha") for m in model.modules()):
+    if kind == "tp" and any(hasattr(m, "running_alpha") for m in model.modules()):
         with pytest.raises(ValueError, match="group is missing"):
             commit_running_alpha(model)
     commit_running_alpha(model, data_parallel_group(model))
@@ -58,11 +57,20 @@ def run_rank(rank: int, folder: str) -> None:
     torch.save(result, f"{folder}/{rank}.pt")
 
 
-@pytest.mark.parametrize("mechanism", ["affine_gated", "sink", pytest.param("off_by_one", marks=pytest.mark.slow)])
-def test_two_ranks_equal_one(mechanism, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "mechanism"),
+    [
+        ("tp", "affine_gated"),
+        ("tp", "sink"),
+        pytest.param("tp", "off_by_one", marks=pytest.mark.slow),
+        ("fsdp", "affine_gated"),
+        ("fsdp", "sink"),
+    ],
+)
+def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
     single = make_model("llama", Mechanism.named(mechanism, bias_length=8))
     single.save_pretrained(tmp_path / "model")
-    mp.spawn(worker, args=(free_port(), str(tmp_path)), nprocs=WORLD)
+    mp.spawn(worker, args=(free_port(), str(tmp_path), kind), nprocs=WORLD)
     logits = single(make_tokens()).logits
     single.train()
     loss = summed_loss(single, make_tokens())
