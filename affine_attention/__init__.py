@@ -13,6 +13,8 @@ from .nn import (
     commit_running_alpha,
     discard_running_alpha,
     linear_clipping,
+    sequence_parallel,
+    shard_sequence,
 )
 from .ops import attention, attention_weights, count_visible_keys, decode_attention, explain
 from .version import __version__
@@ -33,4 +35,6 @@ __all__ = [
     "discard_running_alpha",
     "explain",
     "linear_clipping",
+    "sequence_parallel",
+    "shard_sequence",
 ]

@@ -9,6 +9,7 @@ from .attach import attach, detach, is_attached
 from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
+from .sequence import sequence_parallel, shard_batch
 from .students import STUDENTS, student
 from .trainer import RunningAlphaCallback
 
@@ -23,5 +24,7 @@ __all__ = [
     "data_parallel_group",
     "detach",
     "is_attached",
+    "sequence_parallel",
+    "shard_batch",
     "student",
 ]

@@ -14,6 +14,7 @@ from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class
 from .families import PROJECTIONS, find_decoders, find_sites
 from .interface import IMPLEMENTATION, SLOT, note_call, note_hidden
+from .sequence import is_sequence_parallel
 
 STARTS = ("fresh", "identity")
 IDENTITY_ALPHA = 0.5  # of a projection of zeros, for both activations; an output gate of zeros is 0.5 too
@@ -68,6 +69,10 @@ def detach(model: ModelT) -> ModelT:
     plain_class: Any = model.plain_class
     if type(model) is not affine_model_class(plain_class):
         raise ValueError(f"model must be detached from before it is sharded or wrapped, got {type(model).__name__}")
+    if is_sequence_parallel(model):
+        raise ValueError(
+            "model is sequence-parallel; call remove() of the handle that sequence_parallel returned, then detach"
+        )
     config: Any = model.config
     mechanism = Mechanism.from_dict(config.affine_attention["mechanism"])
     identity = config.affine_attention["start"] == "identity"

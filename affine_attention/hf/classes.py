@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
 from .interface import IMPLEMENTATION, SLOT
+from .masks import SEQUENCE_RANKS
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: nothing but this package takes it for its own
@@ -45,6 +46,7 @@ class AffineConfigMixin:
 
     def to_dict(self) -> dict[str, Any]:
         settings = super().to_dict()  # type: ignore[misc]
+        settings.pop(SEQUENCE_RANKS, None)  # of this run, not of the model
         if "affine_attention" not in settings:
             return settings  # the default instance that transformers compares with
         architecture = (settings.get("architectures") or [""])[0]

@@ -9,6 +9,7 @@ from .scaling import (
     discard_running_alpha,
     linear_clipping,
 )
+from .sequence import SequenceHandle, sequence_parallel, shard_sequence
 
 __all__ = [
     "PRESETS",
@@ -18,8 +19,11 @@ __all__ = [
     "KeyValueCache",
     "Mechanism",
     "SelfAttention",
+    "SequenceHandle",
     "commit_after_step",
     "commit_running_alpha",
     "discard_running_alpha",
     "linear_clipping",
+    "sequence_parallel",
+    "shard_sequence",
 ]

@@ -22,6 +22,7 @@ from ..ops.validation import (
 from .arguments import (
     check_fits_weights,
     check_hidden,
+    check_no_context_parallel,
     check_padding,
     check_place,
     check_positions,
@@ -59,6 +60,7 @@ class AttentionMechanism(nn.Module):
 
     sink: Tensor | None
     observer: Callable[..., None] | None = None  # sees (query, key, value, **arguments) of each call of the operator
+    sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
 
     def __init__(
         self,
@@ -187,6 +189,10 @@ class AttentionMechanism(nn.Module):
     ) -> Tensor:
         """The operator with this layer's coefficients: [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        check_no_context_parallel()
+        if self.sequence is not None:
+            self._check(hidden, query, key, visible, token_mask)
+            return self.sequence.attend(self, hidden, query, key, value, visible, token_mask, softmax_scale, impl)
         num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
         if self.observer is None and impl == "auto" and query.is_cuda:
             given = {name: each for name, each in visible.items() if each is not None}
@@ -358,6 +364,10 @@ class SelfAttention(nn.Module):
                 raise TypeError(f"cache must be a KeyValueCache or None, got {type(cache).__name__}")
             if segment_ids is not None:
                 raise ValueError("segment_ids cannot be used with a cache: decode one document a row")
+            if self.mechanism.sequence is not None:
+                raise ValueError(
+                    "cache cannot be used under sequence parallelism: remove() the handle of sequence_parallel first"
+                )
             self.mechanism.check_can_generate()
             cache.check_holds(batch, self.num_kv_heads, self.head_dim)
             past = cache.length
@@ -371,7 +381,11 @@ class SelfAttention(nn.Module):
         )
         if self.rope_theta is not None:
             if positions is None:
-                positions = _default_positions(hidden, mask, segment_ids, past)
+                sequence = self.mechanism.sequence
+                if sequence is None:
+                    positions = default_positions(hidden, mask, segment_ids, past)
+                else:
+                    positions = sequence.positions(hidden, mask, segment_ids)
             query, key = rotate(query, positions, self.rope_theta), rotate(key, positions, self.rope_theta)
         if cache is not None:
             key, value = cache.append(key, value)
@@ -464,7 +478,7 @@ class KeyValueCache:
             self.key, self.value = self.key[rows], self.value[rows]
 
 
-def _default_positions(hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
+def default_positions(hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
     """Positions [B, T] that count real tokens from 0, anew in each run of equal segment ids."""
     batch, queries = hidden.shape[:2]
     if mask is not None:
