@@ -143,8 +143,9 @@ def affine_attention(
         raise ValueError("observer is not served under sequence parallelism; inspect the model on one rank")
     if sequence is not None and getattr(affine_call, "sequence", None) is not sequence:
         raise ValueError(
-            "sequence parallelism is set for the layers but not for the model, or the model is compiled; call "
-            "affine_attention.hf.sequence_parallel(model, group), and the model uncompiled"
+            f"{type(module).__name__} does not know the whole sequence: call "
+            "affine_attention.hf.sequence_parallel(model, group) and the model uncompiled; models whose layers pass no "
+            "keyword arguments on (nemotron, stablelm) cannot be sequence-parallel"
         )
     read = read_call if affine_call is None else affine_call.read
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)

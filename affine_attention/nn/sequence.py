@@ -132,7 +132,9 @@ class SequenceGroup:
         """The whole sequence with this rank's heads [B, H/P, T, D] to its part with all heads [B, H, T/P, D]."""
         parts = out.unflatten(2, (self.size, -1)).movedim(2, 0)
         received: Any = _AllToAll.apply(parts.flatten(1).contiguous(), self.group)
-        return received.view_as(parts).movedim(0, 1).flatten(1, 2)
+        # The heads of a token lie side by side in memory, as some models need where they flatten them by a view.
+        out_BTHD = received.view(parts.shape).permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
+        return out_BTHD.transpose(1, 2)
 
     def _exchange(self, tensors: list[Any]) -> list[Any]:
         """[B, h, T/P, ..] to [B, h/P, T, ..] for each tensor, in one collective call for each dtype."""
