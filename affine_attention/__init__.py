@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         commit_running_alpha,
         discard_running_alpha,
         linear_clipping,
+        sequence_parallel,
+        shard_sequence,
     )
     from .ops import attention, attention_weights, count_visible_keys, decode_attention, explain
 
@@ -41,6 +43,8 @@ __all__ = [
     "discard_running_alpha",
     "explain",
     "linear_clipping",
+    "sequence_parallel",
+    "shard_sequence",
 ]
 OPERATIONS = ("attention", "attention_weights", "count_visible_keys", "decode_attention", "explain")
 

@@ -12,6 +12,7 @@ from .callback import CommitNotice, RunningAlphaCallback
 from .classes import MODEL_TYPE, AffineConfig
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
+from .sequence import sequence_parallel, shard_batch
 from .students import STUDENTS, student
 
 register()
@@ -31,5 +32,7 @@ __all__ = [
     "explain",
     "is_accelerated",
     "is_attached",
+    "sequence_parallel",
+    "shard_batch",
     "student",
 ]

@@ -14,6 +14,7 @@ from .classes import AffineModelMixin, affine_config_class, affine_model_class
 from .families import find_sites
 from .installation import check_identity, check_start, install, note_part, remove_hooks, scale_out_proj
 from .interface import IMPLEMENTATION, SLOT
+from .sequence import is_sequence_parallel
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -68,6 +69,10 @@ def detach(model: ModelT) -> ModelT:
     plain_class: Any = model.plain_class
     if type(model) is not affine_model_class(plain_class):
         raise ValueError(f"model must be detached before it is sharded or wrapped, got {type(model).__name__}")
+    if is_sequence_parallel(model):
+        raise ValueError(
+            "model is sequence-parallel; call remove() of the handle that sequence_parallel returned, then detach"
+        )
     config: Any = model.config
     mechanism = Mechanism.from_dict(config.affine_attention["mechanism"])
     identity = config.affine_attention["start"] == "identity"

@@ -19,6 +19,7 @@ from ..nn import AttentionMechanism, Mechanism
 from .callback import warn_if_never_committed
 from .installation import initialise_missing, install
 from .interface import IMPLEMENTATION, SLOT, own_implementation
+from .masks import SEQUENCE_RANKS
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: no other library knows this type
@@ -45,6 +46,7 @@ class AffineConfigMixin:
 
     def to_dict(self) -> dict[str, Any]:
         settings: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        settings.pop(SEQUENCE_RANKS, None)  # of this run, not of the model
         if "affine_attention" not in settings:
             return settings  # transformers builds a default instance to compare with
         architecture = (settings.get("architectures") or [""])[0]

@@ -19,11 +19,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import real_tokens
+from ..nn.arguments import check_no_context_parallel
+from ..nn.attention import Coefficients, real_tokens
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
-from .parallel import own_sink
+from .parallel import check_no_hidden_sharding, own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
 # Names in config._attn_implementation of an attached model, and the implementation of the operator that each runs.
@@ -79,9 +80,12 @@ class ForwardCall:
             if len(self._readings) >= MAX_READINGS:
                 self._readings.clear()
             # Keeps the objects alive, because Python would otherwise reuse their ids.
-            found = read_call(layer, mask, query, key, is_causal, segments), owners
+            found = self.make(layer, mask, query, key, is_causal, segments), owners
             self._readings[name] = found
         return found[0]
+
+    def make(self, *arguments: Any) -> Reading:
+        return read_call(*arguments)
 
 
 def read_call(
@@ -142,6 +146,15 @@ def affine_attention(
     refuse_unknown(type(module).__name__, others, "call affine_attention.hf.detach(model) first")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    sequence = layer.sequence
+    if sequence is not None and layer.observer is not None:
+        raise ValueError("observer is not served under sequence parallelism; inspect the model on one rank")
+    if sequence is not None and getattr(affine_call, "sequence", None) is not sequence:
+        raise ValueError(
+            f"{type(module).__name__} does not know the whole sequence: call "
+            "affine_attention.hf.sequence_parallel(model, group) and the model uncompiled; models whose layers pass no "
+            "keyword arguments on (nemotron, stablelm) cannot be sequence-parallel"
+        )
     read = read_call if affine_call is None else affine_call.read
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
@@ -152,7 +165,7 @@ def affine_attention(
         if sink is not None:
             sink = own_sink(sink, query.shape[1])
         # One autograd node for W_a and the operator: it runs the fused kernels.
-        joined = query.is_cuda and affine_impl in ("auto", "fused")
+        joined = query.is_cuda and sequence is None and affine_impl in ("auto", "fused")
         if joined and layer.observer is None and not affine_weights:
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
@@ -163,10 +176,15 @@ def affine_attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
             token_mask=token_mask, **arguments,
         )  # fmt: skip
+    if sequence is not None:
+        rows = Coefficients(alpha, beta, sink, gate)
+        query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
         impl=affine_impl, **arguments,
     )  # fmt: skip
+    if sequence is not None:
+        out = sequence.to_part(out)
     weights = None
     if affine_weights:
         weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
@@ -217,8 +235,11 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     config: Any = module.config
     check_implementation(config)
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        check_no_context_parallel()
+        check_no_hidden_sharding()
     segments = None
-    given = kwargs if not args else kwargs | _by_name(module, args)
+    given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")
     if position_ids is not None and given.get("attention_mask") is None and given.get("past_key_values") is None:
         inputs = given.get("input_ids")
@@ -242,7 +263,7 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, kwargs
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
     code = inspect.unwrap(type(module).forward).__code__
     return dict(zip(code.co_varnames[1 : code.co_argcount], args, strict=False))
 

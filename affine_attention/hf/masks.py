@@ -29,6 +29,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function as sl
 MaskFunction = Callable[..., Any]
 KEY_CODE = torch.uint8
 SEGMENT_CODE = torch.int64
+SEQUENCE_RANKS = "_affine_sequence_ranks"  # in a configuration: how many ranks hold the parts of a sequence
 
 
 class Visible(NamedTuple):
@@ -81,7 +82,7 @@ def compact_mask(
     keep = _padding(attention_mask, kv_offset, num_keys)
     if keep is not None and not values_are_unknown() and bool(keep.all()):
         keep = None
-    if window is not None and num_keys <= window:
+    if window is not None and num_keys * getattr(config, SEQUENCE_RANKS, 1) <= window:
         window = None
     if segments is not None:
         return _code(segments, window)

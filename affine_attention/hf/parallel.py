@@ -6,6 +6,7 @@ plan. Per-head state that is not a parameter is sliced here after loading and ga
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -69,6 +70,20 @@ def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:
     if sink is None or sink.shape[0] == heads or isinstance(sink, nn.Parameter):
         return sink
     return sink[:heads]
+
+
+def check_no_hidden_sharding() -> None:
+    """Raises where accelerate cuts sequences over ranks for attention functions other than ours."""
+    module: Any = sys.modules.get("accelerate.state")
+    config = None if module is None else module.AcceleratorState._shared_state.get("parallelism_config")
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            raise ValueError(
+                f"{name} of accelerate's ParallelismConfig must be 1 for a model with a mechanism, got {size}: it cuts "
+                "each sequence over ranks and drops the mask, so every rank would attend to its own part alone; use "
+                "affine_attention.hf.sequence_parallel(model, group)"
+            )
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any] | None:

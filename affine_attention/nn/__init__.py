@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         discard_running_alpha,
         linear_clipping,
     )
+    from .sequence import SequenceHandle, sequence_parallel, shard_sequence
 
 __all__ = [
     "PRESETS",
@@ -25,10 +26,13 @@ __all__ = [
     "KeyValueCache",
     "Mechanism",
     "SelfAttention",
+    "SequenceHandle",
     "commit_after_step",
     "commit_running_alpha",
     "discard_running_alpha",
     "linear_clipping",
+    "sequence_parallel",
+    "shard_sequence",
 ]
 
 
@@ -39,6 +43,9 @@ _MODULES = {
     "Mechanism": "mechanism",
     "PRESETS": "mechanism",
     "SelfAttention": "attention",
+    "SequenceHandle": "sequence",
+    "sequence_parallel": "sequence",
+    "shard_sequence": "sequence",
 }  # the others are in scaling.py
 
 

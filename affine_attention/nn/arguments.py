@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -119,6 +120,19 @@ def check_positions(positions: Any, hidden: Tensor) -> None:
     if positions is not None and list(positions.shape) not in (shape, [1, shape[1]]):
         raise ValueError(
             f"positions must have shape [B, T] = {shape}, or [1, T] for all rows, got {list(positions.shape)}"
+        )
+
+
+def check_no_context_parallel() -> None:
+    """Raises inside torch's context_parallel, which cuts the sequence and replaces SDPA alone."""
+    if torch.compiler.is_compiling():
+        return
+    module: Any = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is not None and torch.nn.functional.scaled_dot_product_attention in module._replaced_functions:
+        raise ValueError(
+            "torch.distributed.tensor.experimental.context_parallel is active: it cuts the sequence over ranks and "
+            "exchanges keys in scaled_dot_product_attention only, so a mechanism would see its own part alone; use "
+            "affine_attention.sequence_parallel, or affine_attention.hf.sequence_parallel for a transformers model"
         )
 
 

@@ -21,6 +21,7 @@ from ..ops.validation import (
 from .arguments import (
     check_fits_weights,
     check_hidden,
+    check_no_context_parallel,
     check_padding,
     check_place,
     check_positions,
@@ -58,9 +59,9 @@ class AttentionMechanism(nn.Module):
     """
 
     sink: Tensor | None
-    observer: Callable[..., None] | None = (
-        None  # called with (query, key, value, **arguments) before each operator call
-    )
+    # Called with (query, key, value, **arguments) before each operator call.
+    observer: Callable[..., None] | None = None
+    sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
 
     def __init__(
         self,
@@ -192,6 +193,14 @@ class AttentionMechanism(nn.Module):
     ) -> Tensor:
         """Runs the operator with this layer's coefficients; returns [B, H, T, D]."""
         visible: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "segment_ids": segment_ids}
+        check_no_context_parallel()
+        if self.sequence is not None:
+            self._check(hidden, query, key, visible, token_mask)
+            sequence: Any = self.sequence
+            attended: Tensor = sequence.attend(
+                self, hidden, query, key, value, visible, token_mask, softmax_scale, impl
+            )
+            return attended
         num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
         if query.is_cuda and self.observer is None and type(impl) is str and impl == "auto":
             given = {name: each for name, each in visible.items() if each is not None}
@@ -363,6 +372,10 @@ class SelfAttention(nn.Module):
                 raise TypeError(f"cache must be a KeyValueCache or None, got {type(cache).__name__}")
             if segment_ids is not None:
                 raise ValueError("segment_ids cannot be used with a cache; decode one document per row")
+            if self.mechanism.sequence is not None:
+                raise ValueError(
+                    "cache cannot be used under sequence parallelism: remove() the handle of sequence_parallel first"
+                )
             self.mechanism.check_can_generate()
             cache.check_holds(batch, self.num_kv_heads, self.head_dim)
             past = cache.length
@@ -375,6 +388,9 @@ class SelfAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is not None:
+            sequence = self.mechanism.sequence
+            if positions is None and sequence is not None:
+                positions = sequence.positions(hidden, mask, segment_ids)
             cos, sin = self._cos_sin(query, mask, segment_ids, positions, past)
             query, key = apply_rotation(query, cos, sin), apply_rotation(key, cos, sin)
         if cache is not None:
@@ -393,20 +409,26 @@ class SelfAttention(nn.Module):
         assert self.rope_theta is not None
         dtype, end = angle_dtype(query), past + query.shape[2]
         if positions is not None or torch.compiler.is_compiling():  # a compiled graph fuses the computation
-            positions = _default_positions(query, mask, segment_ids, past) if positions is None else positions
+            positions = (
+                default_positions(query.shape[2], query.device, mask, segment_ids, past)
+                if positions is None
+                else positions
+            )
             return cos_sin(positions[:, None], self.head_dim, self.rope_theta, dtype)
         cos, sin = cos_sin_table(end, self.head_dim, self.rope_theta, query.device, dtype)
         if mask is None and segment_ids is None:
             return cos[past:end], sin[past:end]
-        positions = _default_positions(query, mask, segment_ids, past)
+        positions = default_positions(query.shape[2], query.device, mask, segment_ids, past)
         return cos[positions][:, None], sin[positions][:, None]
 
 
-def _default_positions(query: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
+def default_positions(
+    num_queries: int, device: torch.device, mask: Tensor | None, segment_ids: Tensor | None, past: int
+) -> Tensor:
     """Positions [B, T] or [1, T] that number the real tokens from 0, restarting in each run of equal segment ids."""
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-    positions = torch.arange(past, past + query.shape[2], device=query.device)[None]
+    positions = torch.arange(past, past + num_queries, device=device)[None]
     if segment_ids is None:
         return positions
     starts = torch.ones_like(segment_ids, dtype=torch.bool)

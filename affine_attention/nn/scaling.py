@@ -137,6 +137,7 @@ class AffineScale(nn.Module):
     running_alpha: Tensor
     collected: Tensor
     shard_mesh: Any = None  # the ranks that hold the other heads, under tensor parallelism
+    sequence_ranks: tuple[int, ...] | None = None  # those that hold the sequence's parts, under sequence parallelism
 
     def __init__(
         self,
@@ -340,6 +341,8 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
             "group is missing: under tensor parallelism ranks hold different heads, whose averages must not be "
             "mixed; pass the ranks that hold different data, affine_attention.hf.data_parallel_group(model)"
         )
+    if group is not None and any(scale.sequence_ranks for scale in scales):
+        _check_covers_sequence(scales, group)
     # Layers that one update serves: their running averages, and what they have collected.
     batches: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor | None]]] = {}
     for scale in scales:
@@ -366,6 +369,17 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
         sums = _all_reduce(sums, group)
     for (*_, momentum), (targets, _), sums_LH in zip(batches, batches.values(), sums, strict=True):
         _update(targets, sums_LH, momentum)
+
+
+def _check_covers_sequence(scales: list[AffineScale], group: dist.ProcessGroup) -> None:
+    """The ranks that hold one sequence see different tokens of it."""
+    held = dist.get_process_group_ranks(group)
+    for scale in scales:
+        if not set(scale.sequence_ranks or ()) <= set(held):
+            raise ValueError(
+                f"group must contain all ranks that hold parts of a sequence, {list(scale.sequence_ranks or ())}, got "
+                f"ranks {held}; leave group out, which means all ranks"
+            )
 
 
 def _has_kernels(device: torch.device) -> bool:
