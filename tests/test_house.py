@@ -61,6 +61,7 @@ def test_every_source_file_has_a_docstring(path):
 
 # Kernels are tested through the operation that they implement: source -> test file, below tests/.
 TESTED_BY = {
+    "nn/commit.py": "nn/test_scaling.py",
     "ops/fused/cudnn/backward.py": "ops/fused/cudnn/test_cudnn.py",
     "ops/fused/cudnn/forward.py": "ops/fused/cudnn/test_cudnn.py",
     "ops/fused/cudnn/kernels.py": "ops/fused/cudnn/test_cudnn.py",

@@ -27,6 +27,7 @@ from .classes import AffineModelMixin
 from .families import find_decoders, uses_interface
 from .keywords import refuse_unknown
 from .masks import Visible, compact_mask, packed_segments, read_mask, values_are_unknown
+from .parallel import check_no_hidden_sharding
 
 OPERATOR = "affine_operator"  # the name in config._attn_implementation
 # Attention classes whose own eager code was compared with the operator, and how each multiplies its output by a gate.
@@ -189,6 +190,7 @@ def note_packing(
     config: Any = module.config
     if config._attn_implementation != OPERATOR:
         return args, kwargs
+    check_no_hidden_sharding()
     given = kwargs
     if args:
         code = inspect.unwrap(type(module).forward).__code__

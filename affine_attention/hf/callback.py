@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..nn import commit_running_alpha, discard_running_alpha
-from ..nn.scaling import affine_scales
+from ..nn.commit import affine_scales
 from .installation import IDENTITY_ALPHA
 from .parallel import data_parallel_group
 

@@ -19,7 +19,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.arguments import check_no_context_parallel
 from ..nn.attention import Coefficients, real_tokens
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
@@ -152,8 +151,7 @@ def affine_attention(
     if sequence is not None and getattr(affine_call, "sequence", None) is not sequence:
         raise ValueError(
             f"{type(module).__name__} does not know the whole sequence: call "
-            "affine_attention.hf.sequence_parallel(model, group) and the model uncompiled; models whose layers pass no "
-            "keyword arguments on (nemotron, stablelm) cannot be sequence-parallel"
+            "affine_attention.hf.sequence_parallel(model, group), and the model uncompiled"
         )
     read = read_call if affine_call is None else affine_call.read
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
@@ -165,7 +163,7 @@ def affine_attention(
         if sink is not None:
             sink = own_sink(sink, query.shape[1])
         # One autograd node for W_a and the operator: it runs the fused kernels.
-        joined = query.is_cuda and sequence is None and affine_impl in ("auto", "fused")
+        joined = query.is_cuda and affine_impl in ("auto", "fused") and sequence is None
         if joined and layer.observer is None and not affine_weights:
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
@@ -235,9 +233,7 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     config: Any = module.config
     check_implementation(config)
     compiling = torch.compiler.is_compiling()
-    if not compiling:
-        check_no_context_parallel()
-        check_no_hidden_sharding()
+    check_no_hidden_sharding()
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..nn import AttentionMechanism
+from ..nn.arguments import check_no_context_parallel
 
 STYLE = "colwise"  # transformers' name for sharding the output features, here the heads
 
@@ -73,16 +74,19 @@ def own_sink(sink: Tensor | None, heads: int) -> Tensor | None:
 
 
 def check_no_hidden_sharding() -> None:
-    """Raises where accelerate cuts sequences over ranks for attention functions other than ours."""
+    """Raises where torch or accelerate cuts sequences over ranks for attention functions other than ours."""
+    if torch.compiler.is_compiling():
+        return
+    check_no_context_parallel()
     module: Any = sys.modules.get("accelerate.state")
     config = None if module is None else module.AcceleratorState._shared_state.get("parallelism_config")
     for name in ("cp_size", "sp_size"):
         size = getattr(config, name, None) or 1
         if size > 1:
             raise ValueError(
-                f"{name} of accelerate's ParallelismConfig must be 1 for a model with a mechanism, got {size}: it cuts "
-                "each sequence over ranks and drops the mask, so every rank would attend to its own part alone; use "
-                "affine_attention.hf.sequence_parallel(model, group)"
+                f"{name} of accelerate's ParallelismConfig must be 1 for a model that runs this operator, got {size}: "
+                "it cuts each sequence over ranks and drops the mask, so every rank would attend to its own part alone; "
+                "use affine_attention.hf.sequence_parallel(model, group) on an attached model"
             )
 
 

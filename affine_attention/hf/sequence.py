@@ -1,7 +1,7 @@
 """Runs an attached transformers model on sequences whose parts are held by several ranks.
 
-The decoder sees this rank's tokens only. Before it runs, `note_part` gathers what is known of the whole sequence (its
-padding and its packed documents), gives the decoder the positions of its own part, and passes the layers a
+The decoder sees this rank's tokens only. Before it runs, `note_sequence` gathers the padding and the packed
+documents of the whole sequence, gives the decoder the positions of its own part, and passes the layers a
 `SequenceCall` in the place of a `ForwardCall`: it reads masks for the whole sequence, and the attention function of
 interface.py exchanges parts for heads around the operator.
 """
@@ -109,7 +109,7 @@ def sequence_parallel(model: PreTrainedModel, group: Any = None) -> SequenceHand
         setattr(decoder.config, SEQUENCE_RANKS, handle.sequence.size)
         undo.append(functools.partial(decoder.__dict__.pop, SLOT))
         undo.append(functools.partial(decoder.config.__dict__.pop, SEQUENCE_RANKS))
-        undo.append(decoder.register_forward_pre_hook(note_part, with_kwargs=True).remove)
+        undo.append(decoder.register_forward_pre_hook(note_sequence, with_kwargs=True).remove)
     undo.append(model.register_forward_pre_hook(check_labels, with_kwargs=True).remove)
     return handle
 
@@ -161,9 +161,7 @@ def shard_batch(batch: dict[str, Any], group: Any = None) -> dict[str, Any]:
     return part
 
 
-def note_part(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def note_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Before a decoder, after `note_call`: gathers masks and documents of the whole sequence for its layers."""
     sequence: SequenceGroup = module.__dict__[SLOT]
     if torch.compiler.is_compiling():

@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import AttentionMechanism, Coefficients, SelfAttention
+    from .commit import commit_after_step, commit_running_alpha, discard_running_alpha
     from .key_value_cache import KeyValueCache
     from .mechanism import PRESETS, Mechanism
-    from .scaling import (
-        AffineScale,
-        commit_after_step,
-        commit_running_alpha,
-        discard_running_alpha,
-        linear_clipping,
-    )
+    from .scaling import AffineScale, linear_clipping
     from .sequence import SequenceHandle, sequence_parallel, shard_sequence
 
 __all__ = [
@@ -45,6 +40,9 @@ _MODULES = {
     "SelfAttention": "attention",
     "SequenceHandle": "sequence",
     "sequence_parallel": "sequence",
+    "commit_after_step": "commit",
+    "commit_running_alpha": "commit",
+    "discard_running_alpha": "commit",
     "shard_sequence": "sequence",
 }  # the others are in scaling.py
 

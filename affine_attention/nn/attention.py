@@ -196,11 +196,10 @@ class AttentionMechanism(nn.Module):
         check_no_context_parallel()
         if self.sequence is not None:
             self._check(hidden, query, key, visible, token_mask)
-            sequence: Any = self.sequence
-            attended: Tensor = sequence.attend(
+            part: Tensor = self.sequence.attend(
                 self, hidden, query, key, value, visible, token_mask, softmax_scale, impl
             )
-            return attended
+            return part
         num_keys, tokens = self._prepare(hidden, query, key, visible, token_mask)
         if query.is_cuda and self.observer is None and type(impl) is str and impl == "auto":
             given = {name: each for name, each in visible.items() if each is not None}
@@ -374,7 +373,7 @@ class SelfAttention(nn.Module):
                 raise ValueError("segment_ids cannot be used with a cache; decode one document per row")
             if self.mechanism.sequence is not None:
                 raise ValueError(
-                    "cache cannot be used under sequence parallelism: remove() the handle of sequence_parallel first"
+                    "cache cannot be used under sequence parallelism; remove() the handle of sequence_parallel first"
                 )
             self.mechanism.check_can_generate()
             cache.check_holds(batch, self.num_kv_heads, self.head_dim)
@@ -388,9 +387,8 @@ class SelfAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is not None:
-            sequence = self.mechanism.sequence
-            if positions is None and sequence is not None:
-                positions = sequence.positions(hidden, mask, segment_ids)
+            if positions is None and self.mechanism.sequence is not None:
+                positions = self.mechanism.sequence.positions(query, mask, segment_ids)
             cos, sin = self._cos_sin(query, mask, segment_ids, positions, past)
             query, key = apply_rotation(query, cos, sin), apply_rotation(key, cos, sin)
         if cache is not None:
@@ -409,26 +407,20 @@ class SelfAttention(nn.Module):
         assert self.rope_theta is not None
         dtype, end = angle_dtype(query), past + query.shape[2]
         if positions is not None or torch.compiler.is_compiling():  # a compiled graph fuses the computation
-            positions = (
-                default_positions(query.shape[2], query.device, mask, segment_ids, past)
-                if positions is None
-                else positions
-            )
+            positions = default_positions(query, mask, segment_ids, past) if positions is None else positions
             return cos_sin(positions[:, None], self.head_dim, self.rope_theta, dtype)
         cos, sin = cos_sin_table(end, self.head_dim, self.rope_theta, query.device, dtype)
         if mask is None and segment_ids is None:
             return cos[past:end], sin[past:end]
-        positions = default_positions(query.shape[2], query.device, mask, segment_ids, past)
+        positions = default_positions(query, mask, segment_ids, past)
         return cos[positions][:, None], sin[positions][:, None]
 
 
-def default_positions(
-    num_queries: int, device: torch.device, mask: Tensor | None, segment_ids: Tensor | None, past: int
-) -> Tensor:
+def default_positions(query: Tensor, mask: Tensor | None, segment_ids: Tensor | None, past: int) -> Tensor:
     """Positions [B, T] or [1, T] that number the real tokens from 0, restarting in each run of equal segment ids."""
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-    positions = torch.arange(past, past + num_queries, device=device)[None]
+    positions = torch.arange(past, past + query.shape[2], device=query.device)[None]
     if segment_ids is None:
         return positions
     starts = torch.ones_like(segment_ids, dtype=torch.bool)

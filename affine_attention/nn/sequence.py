@@ -33,12 +33,13 @@ class _AllToAll(torch.autograd.Function):
         return received_PN
 
     @staticmethod
-    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Any, None]:
-        return _exchange_rows(grad_PN.contiguous(), ctx.group), None
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad_PN.contiguous(), ctx.group), None
 
 
-def _exchange_rows(rows_PN: Tensor, group: dist.ProcessGroup | None) -> Any:
-    return _AllToAll.apply(rows_PN, group)  # type: ignore[no-untyped-call]
+def _all_to_all(rows_PN: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    received_PN: Tensor = _AllToAll.apply(rows_PN, group)  # type: ignore[no-untyped-call]
+    return received_PN
 
 
 class SequenceGroup:
@@ -135,7 +136,7 @@ class SequenceGroup:
     def to_part(self, out: Tensor) -> Tensor:
         """The whole sequence with this rank's heads [B, H/P, T, D] to its part with all heads [B, H, T/P, D]."""
         parts = out.unflatten(2, (self.size, -1)).movedim(2, 0)
-        received: Any = _exchange_rows(parts.flatten(1).contiguous(), self.group)
+        received = _all_to_all(parts.flatten(1).contiguous(), self.group)
         # The heads of a token lie side by side in memory, as some models need where they flatten them by a view.
         out_BTHD = received.view(parts.shape).permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous()
         return out_BTHD.transpose(1, 2)
@@ -147,8 +148,7 @@ class SequenceGroup:
             chosen = [i for i, x in enumerate(tensors) if x is not None and x.dtype == dtype]
             parts = [tensors[i].unflatten(1, (self.size, -1)).movedim(1, 0) for i in chosen]
             rows_PN = torch.cat([part.flatten(1) for part in parts], 1)
-            received_PN: Any = _exchange_rows(rows_PN, self.group)
-            split = received_PN.split([part[0].numel() for part in parts], 1)
+            split: Any = _all_to_all(rows_PN, self.group).split([part[0].numel() for part in parts], 1)
             for i, part, received in zip(chosen, parts, split, strict=True):
                 whole[i] = received.reshape(part.shape).movedim(0, 2).flatten(2, 3)
         return whole
@@ -192,7 +192,7 @@ class SequenceGroup:
         if layer.observer is not None:
             raise ValueError("observer is not served under sequence parallelism; inspect the model on one rank")
         token_mask = mask if token_mask is None else token_mask
-        mask, segment_ids = self._gather_visible(hidden, mask, segment_ids)
+        mask, segment_ids = self._gather_visible(query, mask, segment_ids)
         visible = visible | {"mask": mask, "segment_ids": segment_ids}
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
         query, key, value, rows = self.to_heads(query, key, value, rows)
@@ -203,20 +203,20 @@ class SequenceGroup:
             )
         )  # fmt: skip
 
-    def positions(self, hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    def positions(self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
         """The default positions of this rank's tokens: those that one rank would give them."""
+        whole = query[:, :, :1].expand(-1, -1, query.shape[2] * self.size, -1)
         if mask is not None or segment_ids is not None:
-            mask, segment_ids = self._gather_visible(hidden, mask, segment_ids)
-        return self.own(default_positions(hidden.shape[1] * self.size, hidden.device, mask, segment_ids, 0))
+            mask, segment_ids = self._gather_visible(query, mask, segment_ids)
+        return self.own(default_positions(whole, mask, segment_ids, 0))
 
     def _gather_visible(
-        self, hidden: Tensor, mask: Tensor | None, segment_ids: Tensor | None
+        self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        batch, length = hidden.shape[:2]
         self.agree(
-            hidden.device,
-            batch=batch,
-            length_of_the_part=length,
+            query.device,
+            batch=query.shape[0],
+            length_of_the_part=query.shape[2],
             has_mask=mask is not None,
             has_segment_ids=segment_ids is not None,
         )

@@ -17,7 +17,7 @@ from affine_attention import (
     discard_running_alpha,
     linear_clipping,
 )
-from affine_attention.nn.scaling import affine_scales
+from affine_attention.nn.commit import affine_scales
 
 from .models import TinyLM, make_tokens, running_alphas, summed_loss
 
@@ -406,9 +406,9 @@ def test_devices_without_fp64_collect_in_fp32(monkeypatch):
     """Apple's GPUs have no fp64. No tensor of fp64 may be moved to one, nor created on one."""
     from affine_attention.nn import scaling
 
-    assert scaling._sum_dtype(torch.device("mps")) == torch.float32
-    assert scaling._sum_dtype(torch.device("cpu")) == torch.float64
-    monkeypatch.setattr(scaling, "_sum_dtype", lambda device: torch.float32)
+    assert scaling.sum_dtype(torch.device("mps")) == torch.float32
+    assert scaling.sum_dtype(torch.device("cpu")) == torch.float64
+    monkeypatch.setattr(scaling, "sum_dtype", lambda device: torch.float32)
     scale = AffineScale(Mechanism.named("affine"), 8, 2)
     assert scale.collected.dtype == torch.float32
 

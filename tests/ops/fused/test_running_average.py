@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from affine_attention.nn.scaling import _stack_collected, _update
+from affine_attention.nn.commit import _stack_collected, _update
 from affine_attention.ops.fused import INTERPRETED, running_average
 from affine_attention.ops.fused.running_average import update_running_alpha
 
