@@ -85,7 +85,7 @@ def check_no_hidden_sharding() -> None:
         if size > 1:
             raise ValueError(
                 f"{name} of accelerate's ParallelismConfig must be 1 for a model that runs this operator, got {size}: "
-                "it cuts each sequence over ranks and drops the mask, so every rank would attend to its own part alone; "
+                "it cuts each sequence over ranks and drops the mask, so every rank would attend to its own part only; "
                 "use affine_attention.hf.sequence_parallel(model, group) on an attached model"
             )
 
