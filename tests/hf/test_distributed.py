@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from affine_attention import commit_running_alpha
 from tests.nn.test_distributed import free_port
+from tests.training_loop import train_on_sums
 
 from .models import running_alphas
 from .test_training import make_student, padded_rows, summed_loss
@@ -27,19 +27,7 @@ def ragged():
 
 
 def train(model, inner, batches, ranks=1):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens, mask in batches:
-            loss = summed_loss(model, tokens, mask)
-            (loss * ranks).backward()  # DDP and FSDP average over ranks, the loss is a sum over tokens
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-        commit_running_alpha(inner)
-    return losses
+    return train_on_sums(model, inner, batches, summed_loss, steps=STEPS, rate=1e-3, ranks=ranks)
 
 
 def worker(rank: int, port: int, kind: str, folder: str) -> None:

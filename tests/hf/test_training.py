@@ -10,6 +10,7 @@ import torch
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.hf import interface, masks
 from affine_attention.hf.masks import read_mask
+from tests.training_loop import train_on_sums
 
 from .models import make_model, make_tokens, mechanisms, running_alphas
 from .test_masks import packed_positions, padded_rows
@@ -35,19 +36,10 @@ def summed_loss(model, tokens, mask=None, **inputs):
 
 
 def train(model, batches, call=None, **inputs):
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens, mask in batches:
-            loss = summed_loss(model if call is None else call, tokens, mask, **inputs)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-        commit_running_alpha(model)
-    return losses
+    def loss_of(_, tokens, mask):
+        return summed_loss(model if call is None else call, tokens, mask, **inputs)
+
+    return train_on_sums(model, model, batches, loss_of, steps=STEPS, rate=1e-3)
 
 
 def assert_same_state(left, right, exact=True):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from affine_attention import commit_running_alpha
+from tests.training_loop import train_on_sums
 
 from .models import TinyLM, make_tokens, running_alphas, summed_loss
 
@@ -29,18 +30,7 @@ def make_model() -> TinyLM:
 
 def train(model, batches, inner, ranks=1):
     """Trains on this rank's part of every batch; returns the losses of this rank and the running averages."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens, mask in batches:
-            loss = summed_loss(model, tokens, mask)
-            (loss * ranks).backward()  # DDP and FSDP average over ranks, the loss is a sum over tokens
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-        commit_running_alpha(inner)
+    losses = train_on_sums(model, inner, batches, summed_loss, steps=STEPS, rate=0.01, ranks=ranks)
     return losses, running_alphas(inner)
 
 

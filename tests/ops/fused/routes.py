@@ -48,6 +48,22 @@ def by_route(forward: str, backward: str, *, large: bool = False):
     return run
 
 
+def draw_rows(batch, heads, queries, keys, dim, dtype, seed):
+    """A function that draws normal numbers, and alpha, beta, sink and gate of a call, drawn by it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    rows = {
+        "alpha": normal(batch, heads, queries),
+        "beta": normal(batch, heads, queries) / keys,
+        "sink": 3 * normal(heads),
+        "gate": torch.sigmoid(normal(batch, heads, queries, dim)).to(dtype),
+    }
+    return normal, rows
+
+
 def reference(**given):
     """The fp64 truth with the arguments of `by_route`."""
     given.pop("nonnegative_alpha", None)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from affine_attention.ops.fused import projection_kernels as kernels  # noqa: E4
 from affine_attention.ops.fused.projection import projected_coefficients  # noqa: E402
 
 from ...interpreter import run_in_the_interpreter  # noqa: E402
+from .flash.test_compile import local_memory  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -416,16 +413,6 @@ def _compiled(kernel, constants, dtype, capability, stages):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _local_memory(cubin: bytes) -> int:
-    """Bytes of a thread's stack, where spilled registers go."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return max(int(number) for number in re.findall(r"STACK:(\d+)", usage))
-
-
 @outside
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
@@ -445,7 +432,7 @@ def test_compiles_without_spills_for_gpus_that_are_not_here(capability, dim, hea
         (kernels.projection_sum_kernel, {"NUM_HEADS": heads, "MODEL_DIM": dim, **sums}, 3),
     ):  # fmt: skip
         compiled = _compiled(kernel, constants, "*bf16", capability, stages)
-        assert _local_memory(compiled.asm["cubin"]) == 0, f"{kernel.__name__} spills registers"
+        assert local_memory(compiled.asm["cubin"]) == 0, f"{kernel.__name__} spills registers"
         assert compiled.metadata.shared <= 101376, "more shared memory than compute capability 8.9 has"
         assert "fma.rn.f32" not in compiled.asm["ptx"], "0.1 * score + 0.5 must round twice, as in PyTorch"
 

@@ -21,7 +21,7 @@ from affine_attention.ops.fused.cudnn import kernels  # noqa: E402
 from affine_attention.ops.fused.shared import prologue, value_sums  # noqa: E402
 
 from ....interpreter import run_in_the_interpreter  # noqa: E402
-from ..routes import by_route, reference, use_cpu_kernels  # noqa: E402
+from ..routes import by_route, draw_rows, reference, use_cpu_kernels  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -43,17 +43,7 @@ def on_this_device(monkeypatch):
 
 
 def make(batch, heads, groups, queries, keys, dim, names, dtype, nonnegative=False, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    extras = {
-        "alpha": normal(batch, heads, queries),
-        "beta": normal(batch, heads, queries) / keys,
-        "sink": 3 * normal(heads),
-        "gate": torch.sigmoid(normal(batch, heads, queries, dim)).to(dtype),
-    }
+    normal, extras = draw_rows(batch, heads, queries, keys, dim, dtype, seed)
     if nonnegative:
         extras["alpha"] = extras["alpha"].clamp(0, 1)  # half of the values are exactly 0, as with linear clipping
     inputs = {

@@ -20,7 +20,7 @@ from affine_attention.ops.fused.decode.op import decode as run_decode  # noqa: E
 from affine_attention.ops.fused.plan import why_not_decode  # noqa: E402
 
 from ....interpreter import run_in_the_interpreter  # noqa: E402
-from ..routes import reference  # noqa: E402
+from ..routes import draw_rows, reference  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -34,17 +34,7 @@ ALL = ("alpha", "beta", "sink", "gate")
 
 
 def make(batch, heads, groups, queries, keys, dim, names, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    extras = {
-        "alpha": normal(batch, heads, queries),
-        "beta": normal(batch, heads, queries) / keys,
-        "sink": 3 * normal(heads),
-        "gate": torch.sigmoid(normal(batch, heads, queries, dim)).to(dtype),
-    }
+    normal, extras = draw_rows(batch, heads, queries, keys, dim, dtype, seed)
     qkv = [normal(batch, n, length, dim).to(dtype) for n, length in ((heads, queries), (groups, keys), (groups, keys))]
     extras = {name: x.to(DEVICE) if name in names else None for name, x in extras.items()}
     return [x.to(DEVICE) for x in qkv], extras

@@ -34,7 +34,7 @@ def test_shipped_configurations_compile_and_fit(capability: int) -> None:
     assert all(size <= SHARED_MEMORY[capability] for size in shared.values()), shared
 
 
-def _local_memory(cubin: bytes) -> int:
+def local_memory(cubin: bytes) -> int:
     """Bytes of the stack of a thread, which holds spilled registers."""
     import triton
 
@@ -85,7 +85,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
         name = f"{kernel.name} {dim}"
         shared[name] = max(kernel.metadata.shared, shared.get(name, 0))
         if kernel.name in ("gradients_kernel", "recompute_kernel"):
-            assert _local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers, which would halve its speed"
+            assert local_memory(kernel.asm["cubin"]) == 0, f"{name} spills registers, which would halve its speed"
 
     def call_of(query, key, names, visibility):
         row = torch.zeros(query.shape[:3])
