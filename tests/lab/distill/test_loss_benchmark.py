@@ -22,7 +22,7 @@ def test_it_writes_its_table(tmp_path, monkeypatch):
     text = file.read_text()
     assert "tiny: 64 tokens, V1000, M16, teacher M24 | plain, all logits |" in text
     assert "| ours |" in text
-    assert "Not installed here, so not measured: " in text
+    assert "Not measured, because not installed: " in text
     assert "TRL" in text
 
 
