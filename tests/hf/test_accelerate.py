@@ -211,7 +211,12 @@ def test_rows_with_cu_seq_lens_are_packed():
         fast(tokens.expand(2, -1), use_cache=False, **flash)
 
 
-@pytest.mark.parametrize("family", [f for f in CONFIGS if "linear_key_head_dim" not in CONFIGS[f]])
+def slow_but_gpt_oss(families):
+    """Compiling a family takes 10 to 75 s, so `make test` compiles one and `make test-all` all of them."""
+    return [f if f == "gpt_oss" else pytest.param(f, marks=pytest.mark.slow) for f in families]
+
+
+@pytest.mark.parametrize("family", slow_but_gpt_oss(f for f in CONFIGS if "linear_key_head_dim" not in CONFIGS[f]))
 def test_compiled_models(family):
     torch._dynamo.reset()
     plain, fast = pair(family, experts="batched_mm")
@@ -231,7 +236,7 @@ def test_compiled_models(family):
         assert distance(ours[padding.bool()], theirs[padding.bool()]) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa", "laguna"])
+@pytest.mark.parametrize("family", slow_but_gpt_oss(["gpt_oss", "granite_swa", "laguna"]))
 def test_compiled_gradients(family):
     torch._dynamo.reset()
     plain, fast = pair(family, experts="batched_mm")
@@ -252,7 +257,7 @@ def test_compiled_layers_and_recurrent_models():
         assert distance(fast(tokens, use_cache=False).logits, plain(tokens, use_cache=False).logits) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", slow_but_gpt_oss(["gpt_oss", "mimo_v2_flash"]))
 def test_compiled_decoding_with_a_static_cache(family):
     torch._dynamo.reset()
     plain, fast = pair(family, experts="batched_mm")
@@ -268,6 +273,7 @@ def test_compiled_decoding_with_a_static_cache(family):
             token = step(token, past_key_values=cache).logits.argmax(-1)
 
 
+@pytest.mark.slow
 def test_a_bidirectional_prefix_is_kept_compiled_too():
     plain, fast = pair("hrm_text")
     tokens = make_tokens(2, 11)
