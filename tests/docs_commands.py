@@ -6,12 +6,15 @@ What is only parsed has a reason next to it. Every other command fails the test 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,7 @@ from affine_attention import cli
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STORED = [str(ROOT / f"studies/smollm2/30m/{mechanism}-seed0") for mechanism in ("softmax", "affine")]
-# Commands of `affine` that are only parsed, because they need a trained model or a GPU.
-PARSED_ONLY = ("evaluate", "inspect", "tune")
+PARSED_ONLY = ("tune",)  # needs a GPU
 # Modules without options, which tests/test_docs.py and tests/studies run themselves.
 WITHOUT_OPTIONS = ("benchmarks.readme", "studies.smollm2.pictures", "studies.smollm2.details")
 
@@ -82,7 +84,7 @@ def check_install(words: list[str]) -> None:
 
 
 def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trains and studies are planned, reports are made of stored runs; the rest is parsed."""
+    """Trains and studies are planned, reports are made of stored runs, and a tiny run is evaluated and inspected."""
     options = cli.build_parser().parse_args(words)
     if options.command == "train" and "--dry-run" not in words:
         words = [*words, "--dry-run"]
@@ -92,10 +94,42 @@ def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["affine"])
         words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
         Path("docs").mkdir(exist_ok=True)
+    elif options.command in ("evaluate", "inspect"):
+        words = [words[0], tiny_run(), "--device", "cpu", *small_options(words[1:])]
     elif options.command == "cache":
         words = [*words, "--cache", "cache"]
     if options.command not in PARSED_ONLY:
         assert cli.main(words) == 0
+
+
+@functools.cache
+def tiny_run() -> str:
+    """A run of a few steps on text of its own, trained once."""
+    folder = Path(tempfile.mkdtemp())
+    text = folder / "stories.txt"
+    text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 20 for n in range(60)))
+    small = {"heldout": 0.2, "vocabulary_size": 300, "student_changes.num_hidden_layers": 1,
+             "student_changes.vocab_size": 300, "steps": 2, "warmup_steps": 1, "decay_steps": 0, "sequence_length": 32,
+             "global_batch": 2, "save_every": 0, "probe_every": 0}  # fmt: skip
+    changes = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    options = ["--data", str(text), "--mechanism", "affine", "--out", str(folder / "run"), "--quiet", "--device", "cpu"]
+    assert cli.main(["train", *options, *changes]) == 0
+    return str(folder / "run")
+
+
+def small_options(words: list[str]) -> list[str]:
+    """The options for a tiny run: its text for every corpus, few sequences. Tasks have tests of their own."""
+    text = str(Path(tiny_run()).parent / "stories.txt")
+    small = {"--sequences": "2", "--length": "32"}
+    kept: list[str] = []
+    for option, value in itertools.pairwise([*words, ""]):
+        if option == "--perplexity":
+            kept += [option, f"{value.partition('=')[0]}={text}"]
+        elif option in small:
+            kept += [option, small[option]]
+        else:
+            assert not option.startswith("-") or option in ("--tasks", "--task-data"), option
+    return [*kept, *(["--limit", "2"] if "--perplexity" in kept else [])]
 
 
 def check_words(words: list[str]) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .. import nn as layers_of_nn
 from ..nn import AttentionMechanism, SequenceHandle
-from ..nn.sequence import SequenceGroup
+from ..nn.ulysses import SequenceGroup
 from .classes import AffineModelMixin
 from .families import find_decoders, find_sites
 from .interface import ForwardCall, Reading, by_name

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .key_value_cache import KeyValueCache
     from .mechanism import PRESETS, Mechanism
     from .scaling import AffineScale, linear_clipping
-    from .sequence import SequenceHandle, sequence_parallel, shard_sequence
+    from .ulysses import SequenceHandle, sequence_parallel, shard_sequence
 
 __all__ = [
     "PRESETS",
@@ -38,12 +38,12 @@ _MODULES = {
     "Mechanism": "mechanism",
     "PRESETS": "mechanism",
     "SelfAttention": "attention",
-    "SequenceHandle": "sequence",
-    "sequence_parallel": "sequence",
+    "SequenceHandle": "ulysses",
+    "sequence_parallel": "ulysses",
     "commit_after_step": "commit",
     "commit_running_alpha": "commit",
     "discard_running_alpha": "commit",
-    "shard_sequence": "sequence",
+    "shard_sequence": "ulysses",
 }  # the others are in scaling.py
 
 

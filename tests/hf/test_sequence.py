@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache
 
 from affine_attention import Mechanism, commit_running_alpha, hf, sequence_parallel
 from tests.nn.test_distributed import in_group
-from tests.nn.test_sequence import WORLD, assert_near, groups, message_of, start_ranks, state_of
+from tests.nn.test_ulysses import WORLD, assert_near, groups, message_of, start_ranks, state_of
 
 from .models import make_model, make_tokens, plain_model
 
