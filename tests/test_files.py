@@ -88,7 +88,7 @@ def test_a_temporary_file_follows_no_link(tmp_path):
 
 
 def test_only_a_regular_file_is_replaced_or_added_to(tmp_path):
-    """As root, `affine report -o /dev/null` would put a file in the place of the device."""
+    """As root, `affine report -o /dev/null` would replace the device by a file."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
     for name in ("pipe", "link"):

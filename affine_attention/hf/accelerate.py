@@ -333,7 +333,7 @@ def _read(others: dict[str, Any], mask: Tensor | None, query: Tensor, key: Tenso
     name = (id(mask), query.shape[0], query.shape[2], key.shape[2], query.get_device())
     found: tuple[Visible, Tensor | None] | None = readings.get(name)
     if found is None:
-        # The mask is kept beside its id, which Python would otherwise reuse.
+        # Keeps the mask alive, because Python would otherwise reuse its id.
         found = readings[name] = read_mask(mask, query, key, True, segments), mask
     return found[0].arguments, found[0].num_keys
 

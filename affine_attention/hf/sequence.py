@@ -2,7 +2,7 @@
 
 The decoder sees this rank's tokens only. Before it runs, `note_sequence` gathers the padding and the packed
 documents of the whole sequence, gives the decoder the positions of its own part, and passes the layers a
-`SequenceCall` in the place of a `ForwardCall`: it reads masks for the whole sequence, and the attention function of
+`SequenceCall` instead of a `ForwardCall`: it reads masks for the whole sequence, and the attention function of
 interface.py exchanges parts for heads around the operator.
 """
 

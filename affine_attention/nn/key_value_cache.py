@@ -106,7 +106,7 @@ class KeyValueCache:
             self.key, self.value = self.key[:, :, :length], self.value[:, :, :length]
 
     def reorder(self, rows: Tensor) -> None:
-        """Makes row i of the batch the former row rows[i]."""
+        """Replaces row i of the batch by the previous row rows[i]."""
         rule = "rows must be a tensor [B] of int32 or int64"
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{rule}, got {rows.dtype if isinstance(rows, Tensor) else shown(rows)}")

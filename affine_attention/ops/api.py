@@ -431,7 +431,7 @@ def _autocast_device(query: Tensor) -> str:
 def _follow_autocast(query: Any, key: Any, value: Any, gate: Any) -> tuple[Any, ...]:
     """Lowers fp32 tensors to autocast's dtype, as PyTorch does for its own attention.
 
-    A gate stays fp32 beside a query of another half precision, which autocast leaves as it is.
+    A gate stays fp32 if autocast does not cast the query because it has the other half precision.
     """
     tensors = (query, key, value, gate)
     device = query.device.type if isinstance(query, Tensor) else "cpu"

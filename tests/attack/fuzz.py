@@ -26,7 +26,7 @@ def attack(battery: Battery, folder: Path, seed: int, share: float = 1.0) -> Non
         "arguments that cannot be right",
         (lambda n=n: refused(random.Random(seed * 10_007 + n)) for n in range(round(REFUSALS * share))),
     )
-    row = battery.run("a random call beside fp64", ())
+    row = battery.run("a random call compared with fp64", ())
     for case in several:
         if time.monotonic() > battery.deadline or row.tried >= CALLS * share:
             break

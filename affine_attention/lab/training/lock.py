@@ -113,7 +113,7 @@ def prepare_run(run: RunFolder, recipe: Recipe, checkpoints: Checkpoints, progre
 
 
 def _clean(path: Path) -> list[str]:
-    """Removes what a killed process left beside the checkpoints (a model or a temporary file); returns the names."""
+    """Removes what a killed process left next to the checkpoints (a model or a temporary file); returns the names."""
     with os.scandir(path) as entries:
         files = sorted(entry.name for entry in entries if not entry.is_dir() and _is_temporary(entry.name))
     for name in files:

@@ -21,7 +21,7 @@ from tests.lab.training.runs import differences, tiny_recipe, write_text
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("remembered")
+    folder = tmp_path_factory.mktemp("cached")
     write_text(folder / "text.txt")
     train(recipe(folder, "softmax"), folder / "teacher", device="cpu", cache=folder / "cache")
     return folder
@@ -43,8 +43,8 @@ def losses(run):
 def test_a_student_learns_the_same(place):
     """Not bitwise equal: the pass over the text batches sequences differently, so BLAS rounds differently."""
     running = losses(student_of(place, "running"))
-    remembered = losses(student_of(place, "once", remember_teacher=True))
-    assert torch.tensor(remembered) == pytest.approx(torch.tensor(running), rel=2e-5)
+    cached = losses(student_of(place, "once", remember_teacher=True))
+    assert torch.tensor(cached) == pytest.approx(torch.tensor(running), rel=2e-5)
     assert RunFolder(place / "once").log()[-1]["eval_kd_loss"] == pytest.approx(
         RunFolder(place / "running").log()[-1]["eval_kd_loss"], rel=2e-5
     )
@@ -77,10 +77,10 @@ def test_each_sequence_comes_with_its_own_states(place):
     corpus = load_corpus(recipe(place), place / "cache")
     sequences = corpus.train_dataset(11, seed=3)
     sequences.ids = sequences.ids % teacher.config.vocab_size
-    remembered = cache_teacher_states(teacher, sequences, "text", dtype=torch.float32, batch=4, cache=place / "states")
-    assert len(remembered) == 11
+    cached = cache_teacher_states(teacher, sequences, "text", dtype=torch.float32, batch=4, cache=place / "states")
+    assert len(cached) == 11
     for item in (0, 5, 10):
-        example = remembered[item]
+        example = cached[item]
         assert torch.equal(example["input_ids"], sequences[item]["input_ids"])
         alone = run_to_head(teacher, collate([sequences[item]]), set()).hidden_BTM[0]
         torch.testing.assert_close(example[TEACHER_HIDDEN], alone, rtol=1e-5, atol=1e-5)
@@ -90,8 +90,8 @@ def test_bfloat16_is_stored_exactly(place):
     teacher = make_model("llama", "softmax").requires_grad_(False).eval().bfloat16()
     sequences = load_corpus(recipe(place), place / "cache").train_dataset(8, seed=0)
     sequences.ids = sequences.ids % teacher.config.vocab_size
-    remembered = cache_teacher_states(teacher, sequences, "text", dtype=torch.bfloat16, batch=8, cache=place / "half")
-    example = remembered[3]
+    cached = cache_teacher_states(teacher, sequences, "text", dtype=torch.bfloat16, batch=8, cache=place / "half")
+    example = cached[3]
     assert example[TEACHER_HIDDEN].dtype == torch.bfloat16
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         alone = run_to_head(teacher, collate([sequences[3]]), set()).hidden_BTM[0]
@@ -100,7 +100,7 @@ def test_bfloat16_is_stored_exactly(place):
     inputs = collate([sequences[item] for item in range(4)])
     with torch.autocast("cpu", torch.bfloat16):
         running = DistillLoss()(student, teacher, inputs)
-        once = DistillLoss()(student, teacher, collate([remembered[item] for item in range(4)]))
+        once = DistillLoss()(student, teacher, collate([cached[item] for item in range(4)]))
     torch.testing.assert_close(once.kd_sum, running.kd_sum, rtol=2e-2, atol=2e-2)
 
 

@@ -126,7 +126,7 @@ class LaunchSet:
     Args:
         groups: the launches of each group, in order. Slots count the tensors of the call first, then the arrays of each
             workspace.
-        workspaces: the arrays that the launches use beside the tensors of the call.
+        workspaces: the arrays that the launches use in addition to the tensors of the call.
     """
 
     def __init__(self, groups: dict[str, list[Launch]], *workspaces: Workspace):
