@@ -136,7 +136,9 @@ def recipe(name: str, mechanism: Mechanism | str = "affine", settings: Mapping[s
 
 
 def with_training_length(recipe: Recipe) -> Recipe:
-    """The recipe with N of Eq. 8 set to its sequence length."""
+    """The recipe with N of Eq. 8 set to its sequence length; a preset whose N is a word ("visible") keeps it."""
+    if isinstance(recipe.mechanism.bias_length, str):
+        return recipe
     mechanism = dataclasses.replace(recipe.mechanism, bias_length=recipe.sequence_length)
     return dataclasses.replace(recipe, mechanism=mechanism)
 

@@ -178,8 +178,8 @@ def affine_attention(
         rows = Coefficients(alpha, beta, sink, gate)
         query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
-        impl=affine_impl, **arguments,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:
         out = sequence.to_part(out)

@@ -229,7 +229,9 @@ class Recipe:
         for key, value in mine.items():
             if key == "mechanism":
                 inner = theirs[key]
-                lines += [f"mechanism.{k}: {v!r} -> {inner[k]!r}" for k, v in value.items() if inner[k] != v]
+                keys = dict.fromkeys((*value, *inner))  # a setting at its default may be left out
+                pairs = [(k, value.get(k), inner.get(k)) for k in keys]
+                lines += [f"mechanism.{k}: {before!r} -> {after!r}" for k, before, after in pairs if before != after]
             elif theirs[key] != value:
                 lines.append(f"{key}: {value!r} -> {theirs[key]!r}")
         return lines

@@ -94,7 +94,7 @@ def inspect(
         "layers": len(mechanisms),
         "heads": mechanisms[0].num_heads,
         "text": {"source": found.source, "fingerprint": found.fingerprint()},
-        "missing": missing + found.missing + _not_finite(tallies),
+        "missing": missing + found.missing + _beyond_one(mechanisms[0].mechanism) + _not_finite(tallies),
         **summarise(tallies),
         "running_alpha": _running_alpha(mechanisms),
         "maps": {"tokens": map_tokens, "length": len(map_tokens), "layers": sorted(maps)} if maps else None,
@@ -239,9 +239,20 @@ def _gate(tallies: Sequence[LayerTally]) -> dict[str, Any] | None:
 
 
 def _running_alpha(mechanisms: list[Any]) -> list[list[float]] | None:
-    if not mechanisms[0].mechanism.bias:
+    if not mechanisms[0].mechanism.has_running_alpha:
         return None
     return [each.scale.running_alpha.tolist() for each in mechanisms]
+
+
+def _beyond_one(mechanism: Any) -> list[str]:
+    """For rules of alpha that are not bounded by 0 and 1."""
+    rule = mechanism.alpha_rule
+    if rule is None or rule.limits == (0.0, 1.0) or rule.scores == "constant":
+        return []
+    return [
+        f"alpha of {mechanism.name} has other bounds than 0 and 1: histograms count values beyond them in the end "
+        "bins, and the saturated shares count them too"
+    ]
 
 
 def _not_finite(tallies: Sequence[LayerTally]) -> list[str]:

@@ -67,7 +67,7 @@ def _student_of_folder(recipe: Recipe) -> Any:
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return attach(model, recipe.mechanism, "identity" if recipe.mechanism.sink is None else "fresh")
+        return attach(model, recipe.mechanism, "fresh" if recipe.mechanism.identity_scale is None else "identity")
 
 
 def check_fit(recipe: Recipe, student: Any, corpus_vocabulary: int) -> None:
@@ -128,6 +128,9 @@ def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: to
         segment_ids=torch.zeros(batch, length, dtype=torch.int64, device=device)
         if recipe.document_boundaries
         else None,
-        nonnegative_alpha=True,
+        nonnegative_alpha=mechanism.nonnegative_alpha,
     )
-    return {"implementation": choice.impl, "why": str(choice)}
+    why = str(choice)
+    if mechanism.has_alpha and not mechanism.has_kernels and device.type == "cuda":
+        why += "; alpha and beta are PyTorch formulas, since the kernels have those of the paper and a sigmoid only"
+    return {"implementation": choice.impl, "why": why}
