@@ -17,6 +17,20 @@ SINK_SHARE = 0.3  # a head is a sink if its mean weight on the first token excee
 
 
 @torch.no_grad()
+def attention_map(model: Transformer, tokens: Tensor) -> dict[str, Any]:
+    """The weights of one sequence [1, T] in every layer, [T][T], and alpha [T] where the mechanism has one."""
+    maps: list[dict[str, Any]] = []
+
+    def observe(call: AttentionCall) -> None:
+        alpha = None if call.alpha is None else call.alpha[0, 0].tolist()
+        maps.append({"weights": _weights(call)[0].tolist(), "alpha": alpha})
+
+    with watch(model, observe):
+        model(tokens)
+    return {"tokens": tokens[0].tolist(), "layers": maps}
+
+
+@torch.no_grad()
 def measure(model: Transformer, task: Task, tokens: Tensor) -> dict[str, Any]:
     """Every number of one model on sequences [N, T + 1].
 
@@ -46,6 +60,7 @@ def measure(model: Transformer, task: Task, tokens: Tensor) -> dict[str, Any]:
     evicted = token_losses(model, tokens, mask)[:, 1:]
     model.train()
     return {
+        "loss_excess": (losses - best).mean().item(),
         "loss_bigram_excess": (losses - best)[~trigger].mean().item(),
         "loss_backcopy": losses[trigger].mean().item(),
         "loss_bigram_excess_evicted": (evicted - best)[~trigger].mean().item(),
@@ -62,10 +77,7 @@ def _share_of_sinks(layers: list[dict[str, Any]], name: str) -> float:
 
 def _measure_layer(call: AttentionCall, trigger: Tensor) -> dict[str, Any]:
     """The numbers of one layer with one head; `trigger` [N, T - 1] starts at position 1."""
-    weights = attention_weights(
-        call.query, call.key, alpha=call.alpha, beta=call.beta, sink=call.sink, is_causal=True,
-        softmax_scale=call.softmax_scale,
-    )[:, 0, 1:]  # fmt: skip
+    weights = _weights(call)[:, 1:]
     # The softmax over the keys alone: without alpha, beta and the sink's share.
     part = attention_weights(call.query, call.key, is_causal=True, softmax_scale=call.softmax_scale)[:, 0, 1:]
     previous = weights.diagonal(0, 1, 2)  # row i is query i + 1, whose previous token is key i
@@ -82,6 +94,14 @@ def _measure_layer(call: AttentionCall, trigger: Tensor) -> dict[str, Any]:
     if call.gate is not None:
         found |= _by_query("gate", call.gate[:, 0, 1:].mean(-1), trigger)
     return found
+
+
+def _weights(call: AttentionCall) -> Tensor:
+    """alpha p + beta [N, T, T], with the sink in the denominator of p."""
+    return attention_weights(
+        call.query, call.key, alpha=call.alpha, beta=call.beta, sink=call.sink, is_causal=True,
+        softmax_scale=call.softmax_scale,
+    )[:, 0]  # fmt: skip
 
 
 def _by_query(name: str, values: Tensor, trigger: Tensor) -> dict[str, float]:
