@@ -83,7 +83,7 @@ def token_losses(model: Transformer, tokens: Tensor, mask: Tensor | None = None)
 def train(
     model: Transformer, data: Tensor, setting: Setting, on_step: Callable[[int, float], None] | None = None
 ) -> None:
-    """AdamW with the authors' constants; a short linear warm-up, then a constant rate. `data` has batch * steps rows."""
+    """AdamW with the authors' constants; linear warm-up, then a constant rate; `data` has batch * steps rows."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=setting.learning_rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=True
     )

@@ -1,7 +1,7 @@
 """Makes sequences of the Bigram-Backcopy task from the character statistics of a text.
 
-A sequence starts with <s> and one character that is no trigger. After a trigger, the next token repeats the token before
-the trigger; after any other token, it is drawn from the bigram statistics:
+A sequence starts with <s> and one character that is no trigger. After a trigger, the next token repeats the token
+before the trigger; after any other token, it is drawn from the bigram statistics:
 
     <s>  h  o  u  e  u  g  h  t  h  i  ...      e and t are triggers: u e u, h t h
 

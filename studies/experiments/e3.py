@@ -1,7 +1,7 @@
-"""Runs E3 (studies/experiments/e3.md): Bigram-Backcopy models of one and three layers for eight mechanisms and five seeds.
+"""Runs E3 (e3.md): Bigram-Backcopy models of one and three layers for eight mechanisms and five seeds.
 
-    python -m studies.experiments.e3 runs/e3                 # 80 runs, about 45 minutes on one core; the same call resumes
-    python -m studies.experiments.e3 runs/e3 --layers 1      # in a second process: --layers 3
+    python -m studies.experiments.e3 runs/e3               # 80 runs, about 50 minutes on one core; resumes
+    python -m studies.experiments.e3 runs/e3 --layers 1    # in a second process: --layers 3
 
 Each run is one JSON file in the folder. After the last one, `--store` collects them into the stored result:
 
