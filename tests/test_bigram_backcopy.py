@@ -124,6 +124,6 @@ def test_the_command_prints_a_table_and_refuses_an_unknown_mechanism(monkeypatch
     assert rows["softmax"][3] == rows["softmax"][4], "without alpha, beta and sink the weights are the softmax"
     assert float(rows["affine"][4]) < float(rows["affine"][3])
     monkeypatch.setattr(sys, "argv", ["bigram_backcopy", "--mechanisms", "softmax", "afine"])
-    with pytest.raises(ValueError, match="mechanism must be one of .*, got 'afine'"):
+    with pytest.raises(ValueError, match=r"mechanism must be one of .*, got 'afine'"):
         command.main()
     assert not capsys.readouterr().out

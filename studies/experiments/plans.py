@@ -15,7 +15,7 @@ import torch
 
 from affine_attention.files import read_json, write_json
 from affine_attention.lab.names import folder_name
-from affine_attention.lab.recipe import Recipe
+from affine_attention.lab.recipe import Recipe, parse_setting
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.checkpoints import MANIFEST
 from affine_attention.lab.training.student import build_student
@@ -30,6 +30,9 @@ E1_VARIANTS = (
     "head_gated+alpha_start=0.25", "softmax+learning_rate=0.0005", "head_gated+learning_rate=0.0005",
 )  # fmt: skip
 E1_FACTORS = (0.5, 0.0)  # of the output projection of attention in softmax students
+
+E2_MECHANISMS = ("softmax", "affine", "head_gated", "gated")
+E2_PRESSURE = ("", "+sink_pressure=first_key")
 
 E4_MECHANISMS = ("softmax", "affine", "affine_no_bias", "head_gated", "gated")
 E4_SETTINGS = {"steps": 400, "warmup_steps": 100, "decay_steps": 40}
@@ -95,6 +98,20 @@ def plan_e1(given: argparse.Namespace) -> list[Plan]:
     ]
 
 
+def plan_e2(given: argparse.Namespace) -> list[Plan]:
+    """The teacher itself, converted to four mechanisms and trained on, with and without pressure on its sinks."""
+    variants = [mechanism + pressure for pressure in E2_PRESSURE for mechanism in E2_MECHANISMS]
+    usual = make_plan(given, "30m", ["softmax"], [0])
+    own = ("tokenizer", "data", "heldout")
+    settings = {key: usual.settings[key] for key in own} | {"name": "smollm2", "student": given.teacher}
+    settings |= {"learning_rate": 3e-4, "save_every": 0, "keep_checkpoints": 1, "compile": True}
+    settings |= dict(parse_setting(text) for text in given.settings)
+    seeds = tuple(given.seeds or SEEDS[:1])
+    return [
+        dataclasses.replace(usual, recipe="convert_gpu", mechanisms=tuple(variants), seeds=seeds, settings=settings)
+    ]
+
+
 def plan_e4(given: argparse.Namespace) -> list[Plan]:
     """Five mechanisms at five learning rates; the held-out loss and the log are enough, so there are no tasks."""
     variants = [f"{mechanism}+learning_rate={rate}" for rate in RATES for mechanism in E4_MECHANISMS]
@@ -154,7 +171,7 @@ def start_branch(long: RunFolder, branch: RunFolder, recipe: Recipe) -> None:
     branch.add_event("branch", step=step, of=long.path.name)
 
 
-PLANS: dict[str, Any] = {"e1": plan_e1, "e4": plan_e4, "e5": plan_e5}
+PLANS: dict[str, Any] = {"e1": plan_e1, "e2": plan_e2, "e4": plan_e4, "e5": plan_e5}
 
 
 def runs_of(plans: Sequence[Plan], out: Path) -> list[Job]:

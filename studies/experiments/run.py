@@ -96,7 +96,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--archive", type=Path, help="stored runs: read at the start if it exists, written at the end")
     parser.add_argument("--minutes", type=float, help="stop after so many minutes")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: those of the design")
-    parser.add_argument("--parallel", type=int, help="students at a time; default: 8, for e5 1")
+    parser.add_argument("--parallel", type=int, help="students at a time; default: 8, for e2 and e5 1")
     parser.add_argument("--corpus", default="*.train.txt.xz", help="training files of the corpus")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="change a setting, for a trial"
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{unpack(given.archive, out)} finished runs from {given.archive}", flush=True)
     before = signal.signal(signal.SIGTERM, _stop)
     timer = None if given.minutes is None else stop_after(given.minutes)
-    parallel = given.parallel or (1 if given.experiment == "e5" else 8)
+    parallel = given.parallel or (1 if given.experiment in ("e2", "e5") else 8)
     try:
         run_experiment(given.experiment, plans, out, given.device, parallel)
     finally:
