@@ -103,15 +103,20 @@ def remove_hooks(module: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def identity_factor(mechanism: Mechanism) -> float:
+    """The factor of the output projections under start="identity": 2 for each gate that starts at 0.5, and so on."""
+    scale = mechanism.identity_scale
+    assert scale is not None, "check_start refuses the others"
+    return 1 / scale
+
+
 @torch.no_grad()
 def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) -> None:
     """Compensates what zero gates do to the output: multiplies the output projection by 2 for alpha = 0.5, and so on.
 
     Powers of 2 are exact in every dtype.
     """
-    scale = mechanism.identity_scale
-    assert scale is not None, "check_start refuses the others"
-    factor = 1 / scale
+    factor = identity_factor(mechanism)
     out_proj = next(
         getattr(module, last) for first, last in PROJECTIONS if hasattr(module, first) and hasattr(module, last)
     )
