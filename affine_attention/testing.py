@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .nn import PRESETS, Mechanism
 from .ops import attention
+from .ops.call import sink_by_row
 from .ops.dtypes import row_dtype
 from .ops.validation import check_visibility
 from .ops.visibility import Visibility
@@ -29,12 +30,16 @@ ENOUGH_ROWS, ENOUGH_SINKS, MOST_REPEATS = 2048, 16, 16
 ENOUGH_ROWS_FOR_A_MAXIMUM = 24576
 
 VISIBILITIES = ("full", "causal", "window", "segments", "padding", "mask", "head_mask")
+EXTRAS = ("row_sink",)
 LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator. `visibility` combines kinds with "+", as in "causal+window+padding"."""
+    """One call of the operator. `visibility` combines kinds with "+", as in "causal+window+padding".
+
+    `extra` adds parts to the mechanism, combined with "+" as well: "row_sink" (a sink of each row).
+    """
 
     mechanism: str = "affine"
     visibility: str = "causal"
@@ -48,10 +53,12 @@ class Case:
     layout: str = "plain"
     device: str = "cpu"
     seed: int = 0
+    extra: str = ""
 
     def __str__(self) -> str:
+        extra = f"+{self.extra}" if self.extra else ""
         return (
-            f"{self.mechanism}-{self.visibility}-B{self.batch}-H{self.heads}_{self.groups}-T{self.queries}_{self.keys}-"
+            f"{self.mechanism}{extra}-{self.visibility}-B{self.batch}-H{self.heads}_{self.groups}-T{self.queries}_{self.keys}-"
             f"D{self.dim}-{str(self.dtype).removeprefix('torch.')}-{self.layout}"
         )
 
@@ -144,6 +151,11 @@ def make_inputs(case: Case) -> Inputs:
         "gate": torch.sigmoid(normal(*shape_q)) if mechanism.gate else None,
     }
     grad_out = normal(*shape_q)
+    for part in filter(None, case.extra.split("+")):
+        if part == "row_sink":
+            tensors["sink"] = torch.linspace(-2.0, 5.0, case.heads, dtype=torch.float64)[:, None] + normal(*shape_q[:3])
+        else:
+            raise ValueError(f"extra must combine {', '.join(EXTRAS)} with '+', got {part!r}")
     visible = _make_visibility(case, generator)
     cast = {name: None if x is None else x.to(case.dtype).to(case.device) for name, x in tensors.items()}
     visible = {name: _to_device(x, case.device) for name, x in visible.items()}
@@ -244,7 +256,7 @@ def naive_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     scores = (query @ key.mT * scale).masked_fill(~seen, -torch.inf)
     if "sink" in rows:
-        sink = rows["sink"][:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+        sink = sink_by_row(rows["sink"])[..., None].expand(*scores.shape[:3], 1)
         weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores.masked_fill(~seen.any(-1, keepdim=True), 0), -1)
@@ -268,7 +280,7 @@ def sdpa_attention(
     softmax_key, softmax_value = key, value
     if "sink" in rows:
         softmax_key, softmax_value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-        sink = rows["sink"][None, :, None, None].expand(batch, heads, queries, 1)
+        sink = sink_by_row(rows["sink"])[..., None].expand(batch, heads, queries, 1)
         bias = torch.cat([bias, sink], -1)
     else:
         bias = bias.masked_fill(~seen.any(-1, keepdim=True), 0)
@@ -345,7 +357,8 @@ def _accuracy(case: Case, impl: str, repeats: int) -> Accuracy:
         for name, truth in oracle.items():
             if truth.numel():
                 # Each element of a sink's gradient is a sum over all rows, whose rounding errors are not averaged out.
-                terms = max(case.batch * case.queries, 1) if name == "grad_sink" else 1
+                by_head = name == "grad_sink" and truth.dim() == 1
+                terms = max(case.batch * case.queries, 1) if by_head else 1
                 found = [_distance(each[name], truth) for each in plain]
                 found.append(_resolution(truth, case.dtype, terms))
                 own[name] += _distance(result[name], truth) ** 2
