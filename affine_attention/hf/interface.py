@@ -169,6 +169,9 @@ def affine_attention(
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
+        if alpha is not None and alpha.shape[1] != query.shape[1]:
+            # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
+            alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
