@@ -90,13 +90,18 @@ def remove_hooks(module: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def identity_factor(mechanism: Mechanism) -> float:
+    """The factor of the output projections under start="identity": 2 for each kind of gate, which starts at 0.5."""
+    return 2.0 ** (mechanism.has_alpha + mechanism.gate)
+
+
 @torch.no_grad()
 def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) -> None:
     """Compensates gates of 0.5: multiplies the output projection by 2 for alpha and by 2 for the output gate.
 
     Powers of 2 are exact in every dtype.
     """
-    factor = 2.0 ** (mechanism.has_alpha + mechanism.gate)
+    factor = identity_factor(mechanism)
     out_proj = next(
         getattr(module, last) for first, last in PROJECTIONS if hasattr(module, first) and hasattr(module, last)
     )

@@ -245,7 +245,7 @@ class AffineScale(nn.Module):
         weight: Any = proj._parameters["weight"]  # type: ignore[union-attr]
         from ..ops.fused.projected import can_project, projected_attention
 
-        if not can_project(query, key, value, hidden, weight) or not (sink is None or sink.is_contiguous()):
+        if not can_project(query, key, value, hidden, weight, sink):
             return None
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return None

@@ -90,7 +90,8 @@ def attention(
         query: [B, H, T, D].
         key, value: [B, G, S, D]; H must be a multiple of G (grouped heads).
         alpha, beta: [B, H, T], scale and shift of a query's weights; None means 1 and 0.
-        sink: [H], a logit that takes part in the softmax and has no value; not multiplied by softmax_scale.
+        sink: [H], or [B, H, T] for a sink of each row: a logit that takes part in the softmax and has no value. It is
+            not multiplied by softmax_scale.
         gate: [B, H, T, D], multiplies the output.
         mask: boolean, True where a key may be seen: [B, S] (padding) or [B, 1|H, T, S].
         is_causal: bottom-right aligned: the last query sees the last key.
@@ -304,7 +305,9 @@ def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) ->
 
         return run
     plan = plan_of(call, needs_gradient)
-    if call.visibility.has_ranges_only and (call.rows.sink is None or call.rows.sink.is_contiguous()):
+    if call.visibility.has_ranges_only and (
+        call.rows.sink is None or call.rows.has_row_sinks or call.rows.sink.is_contiguous()
+    ):
         nothing = (None, None, None)
         return lambda tensors, _: run_plan(plan, [*tensors[:7], *nothing], needs_gradient)
     return lambda tensors, segment_ids: run_plan(

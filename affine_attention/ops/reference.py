@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Rows
+from .call import AttentionCall, Rows, sink_by_row
 from .dtypes import row_dtype
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
 
@@ -29,13 +29,13 @@ def reference_weights(call: AttentionCall) -> Tensor:
     # Subtract the largest score (or the sink) so that exp cannot overflow; a row that sees no key subtracts 0.
     largest_BHT1 = _row_max(scores_BHTS)
     if sink is not None:
-        sink_H11 = sink.to(dtype)[:, None, None]
-        largest_BHT1 = torch.maximum(largest_BHT1, sink_H11)
+        sink_BHT1 = sink_by_row(sink.to(dtype))[..., None]
+        largest_BHT1 = torch.maximum(largest_BHT1, sink_BHT1)
     largest_BHT1 = largest_BHT1.detach().masked_fill(largest_BHT1 == -torch.inf, 0)
     exp_BHTS = torch.exp(scores_BHTS - largest_BHT1)
     total_BHT1 = exp_BHTS.sum(-1, keepdim=True)
     if sink is not None:
-        total_BHT1 = total_BHT1 + torch.exp(sink_H11 - largest_BHT1)
+        total_BHT1 = total_BHT1 + torch.exp(sink_BHT1 - largest_BHT1)
     weights_BHTS = exp_BHTS / total_BHT1.masked_fill(total_BHT1 == 0, 1)
 
     if alpha is not None:
@@ -63,11 +63,13 @@ def reference_attention(call: AttentionCall) -> Tensor:
 
 
 def _without_empty_rows(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Rows]:
-    """Sets query, alpha, beta and gate of rows that see no key to 0, since 0 times NaN or infinity is NaN."""
+    """Sets query, alpha, beta, gate and row sinks of rows that see no key to 0: 0 times NaN or infinity is NaN."""
     query, (alpha, beta, sink, gate) = call.query, call.rows
     empty = ~visible.any(-1)
     alpha, beta = (None if x is None else x.masked_fill(empty, 0) for x in (alpha, beta))
     gate = None if gate is None else gate.masked_fill(empty[..., None], 0)
+    if sink is not None and sink.dim() == 3:
+        sink = sink.masked_fill(empty, 0)
     return query.masked_fill(empty[..., None], 0), Rows(alpha, beta, sink, gate)
 
 

@@ -58,19 +58,21 @@ def check_value(value: Any, query: Tensor, key: Tensor) -> None:
 
 
 def check_rows(query: Tensor, alpha: Any, beta: Any, sink: Any, gate: Any) -> None:
-    """Checks alpha and beta [B, H, T], sink [H] and gate [B, H, T, D]."""
+    """Checks alpha and beta [B, H, T], sink [H] or [B, H, T], and gate [B, H, T, D]."""
     batch, heads, queries, dim = query.shape
-    for name, x, letters, shape in (
-        ("alpha", alpha, "[B, H, T]", (batch, heads, queries)),
-        ("beta", beta, "[B, H, T]", (batch, heads, queries)),
-        ("sink", sink, "[H]", (heads,)),
-        ("gate", gate, "[B, H, T, D]", (batch, heads, queries, dim)),
+    by_row, by_head = ("[B, H, T]", (batch, heads, queries)), ("[H]", (heads,))
+    for name, x, *known in (
+        ("alpha", alpha, by_row),
+        ("beta", beta, by_row),
+        ("sink", sink, by_head, by_row),
+        ("gate", gate, ("[B, H, T, D]", (batch, heads, queries, dim))),
     ):
         if x is None:
             continue
-        _check_tensor(name, x, letters, len(shape))
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+        _check_tensor(name, x, " or ".join(letters for letters, _ in known), *(len(shape) for _, shape in known))
+        if tuple(x.shape) not in [shape for _, shape in known]:
+            shapes = " or ".join(f"{letters} = {list(shape)}" for letters, shape in known)
+            raise ValueError(f"{name} must have shape {shapes}, got {list(x.shape)}")
         if x.dtype not in (query.dtype, torch.float32, torch.float64):
             raise TypeError(
                 f"{name} must be float32, float64 or the dtype of query ({_name(query.dtype)}), got {_name(x.dtype)}; "
@@ -174,11 +176,12 @@ def _check_segments(segment_ids: Any, query: Tensor, keys: int) -> tuple[Tensor 
     return segment_ids[0], segment_ids[1]
 
 
-def _check_tensor(name: str, x: Any, letters: str, rank: int) -> None:
+def _check_tensor(name: str, x: Any, letters: str, *ranks: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor {letters}, got {type(x).__name__}")
     check_layout(name, x)
-    if x.dim() != rank:
+    if x.dim() not in ranks:
+        rank = " or ".join(map(str, ranks))
         raise ValueError(f"{name} must have {rank} dimensions {letters}, got {x.dim()}: {list(x.shape)}")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name} must be a floating-point tensor, got {_name(x.dtype)}; convert it with {name}.float()")

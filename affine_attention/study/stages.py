@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import read_table, write_json
+from ..files import existing_parent, read_table, write_json
 from ..lab.recipe import Recipe
 from ..lab.run import RunFolder
 from .live import LiveTable
@@ -171,8 +171,7 @@ def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
     """Raises OSError if the runs do not fit on the disk; with `at_once`, only so many have weights at a time."""
     sizes = sorted((_bytes_of(job.recipe) for job in jobs if not is_done(RunFolder(out / job.name))), reverse=True)
     needed = sum(sizes if at_once is None else sizes[:at_once])
-    place = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing_parent(out)).free
     if needed > free:
         raise OSError(
             f"the runs need about {needed / 2**30:.1f} GiB in {out}, but {free / 2**30:.1f} GiB are free; choose "
