@@ -54,9 +54,7 @@ def check_can_evict(config: Any, length: int) -> None:
             )
 
 
-def _segments(
-    position_ids: Tensor | None, batch: int, length: int, device: torch.device, first_key: bool
-) -> Tensor:
+def _segments(position_ids: Tensor | None, batch: int, length: int, device: torch.device, first_key: bool) -> Tensor:
     """Segment ids [B, T]: documents, with the first token of each as a segment of its own if `first_key`."""
     if position_ids is None:
         documents = torch.zeros(batch, length, dtype=SEGMENT_CODE, device=device)

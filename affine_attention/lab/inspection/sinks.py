@@ -84,7 +84,9 @@ class ValueTally:
         self.others: Moments | None = None
 
     def add(self, call: AttentionCall) -> None:
-        norms_BGS = torch.linalg.vector_norm(call.value.float() if call.value.dtype.itemsize < 4 else call.value, dim=-1)
+        norms_BGS = torch.linalg.vector_norm(
+            call.value.float() if call.value.dtype.itemsize < 4 else call.value, dim=-1
+        )
         if norms_BGS.shape[2] != call.query.shape[2]:
             return  # cached keys: their documents are not known
         if self.first is None or self.others is None:
