@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from ...nn import PRESETS
+from ..recipe import Recipe
 from . import paper_numbers
 from .collect import Run
 
@@ -192,7 +194,13 @@ def _paint(groups: list[Group]) -> None:
 
 
 def _training(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.recipe.items() if key not in BOOKKEEPING}
+    """The training settings; those that were added after the run was made have their default."""
+    return {key: value for key, value in (_usual_settings() | run.recipe).items() if key not in BOOKKEEPING}
+
+
+@functools.cache
+def _usual_settings() -> dict[str, Any]:
+    return Recipe().to_dict()
 
 
 def _flat(run: Run) -> dict[str, Any]:
