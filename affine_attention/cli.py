@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.setLogRecordFactory(_VisibleRecord)
     warnings.formatwarning = lambda *given, **more: printable(warning(*given, **more))
     try:
-        if options.command in ("study", "evaluate", "inspect"):
+        if options.command in ("study", "convert", "evaluate", "inspect"):
             _quiet_transformers()
         return options.run(options) or 0
     except KeyboardInterrupt:
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (
         _add_study,
         _add_train,
+        _add_convert,
         _add_evaluate,
         _add_inspect,
         _add_report,
@@ -112,7 +113,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built, ranks=1 if options.ranks is None else options.ranks))
+        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
         return 0
     from .lab.training import train
 
@@ -126,6 +127,29 @@ def _train(options: argparse.Namespace) -> int:
         cache=options.cache,
     )
     _say(path)
+    return 0
+
+
+def _add_convert(commands: Any) -> None:
+    parser = _command(commands, "convert", "write a checkpoint with a mechanism that keeps its logits", _convert)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of save_pretrained, run folder, or hub name")
+    parser.add_argument("--mechanism", default="affine", help="name of a preset (default: affine)")
+    parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="new folder for the checkpoint")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE",
+        help="change a setting of the mechanism, such as bias_length=4096; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=256, help="tokens on which logits are compared (default: 256)")
+    parser.add_argument("--device", help="cpu or cuda, for the comparison (default: a GPU if there is one)")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .lab.conversion import convert
+    from .lab.recipe import parse_setting
+    from .nn import Mechanism
+
+    mechanism = Mechanism.named(options.mechanism, **dict(parse_setting(text) for text in options.settings))
+    _say(convert(options.checkpoint, options.out, mechanism, tokens=options.tokens, device=options.device))
     return 0
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from .call import AttentionCall, sink_by_row
 from .dtypes import row_dtype, sum_dtype
+from .few_keys import has_few_keys, softmax_backward_of_few_keys
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
 from .tiles import softmax_backward, softmax_forward
 from .visibility import Visibility
@@ -176,9 +177,13 @@ def _gradients(
             laid_out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
             torch.mul(inner.transpose(1, 2), alpha.transpose(1, 2)[..., None], out=laid_out)
             inner = laid_out.transpose(1, 2)
-        grads["query"], grads["key"], grads["value"] = softmax_backward(
-            inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, aux
-        )
+        if sink is not None and has_few_keys(visibility):
+            softmax_grads = softmax_backward_of_few_keys(inner, query, key, value, sink, visibility, softmax_scale)
+        else:
+            softmax_grads = softmax_backward(
+                inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, aux
+            )
+        grads["query"], grads["key"], grads["value"] = softmax_grads
         if from_beta is not None:
             grads["value"] = (from_beta + grads["value"]).to(value.dtype)
     return _Gradients(**grads)

@@ -279,3 +279,46 @@ def check_pages(query: Any, key: Any, value: Any, block_table: Any, lengths: Ten
             f"block_table must hold pages 0 to {key.shape[0] - 1} within the lengths, got {int(used.min())} to "
             f"{int(used.max())}"
         )
+
+
+def check_packed(query: Any, key: Any, value: Any, **rows: Any) -> None:
+    """Checks the ranks of packed tensors: query [total, H, D], key and value [total_keys, G, D], alpha, beta and gate.
+
+    `attention` checks the rest on views of them.
+    """
+    _check_tensor("query", query, "[total, H, D]", 3)
+    for name, x in (("key", key), ("value", value)):
+        _check_tensor(name, x, "[total_keys, G, D]", 3)
+    if value.shape != key.shape:
+        raise ValueError(f"value must have the shape of key {list(key.shape)}, got {list(value.shape)}")
+    (_, heads, dim), groups = query.shape, key.shape[1]
+    if key.shape[2] != dim or groups == 0 or heads % groups:
+        raise ValueError(
+            f"key must have shape [total_keys, G, D] with D = {dim} and G a divisor of the {heads} heads of query "
+            f"{list(query.shape)}, got {list(key.shape)}; the layout is [tokens, heads, head dim]"
+        )
+    for name, x in rows.items():
+        if x is None:
+            continue
+        letters, shape = ("[total, H, D]", query.shape) if name == "gate" else ("[total, H]", query.shape[:2])
+        _check_tensor(name, x, letters, len(shape))
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {letters} = {list(shape)}, got {list(x.shape)}")
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Any, query: Tensor, total: int) -> None:
+    """Checks cumulative lengths [documents + 1] of `total` tokens; their values only where reading them is free."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = _name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} must be a tensor [documents + 1] of int32 or int64, got {got}")
+    check_layout(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name} must have shape [documents + 1], got {list(cu_seqlens.shape)}")
+    _check_device(name, cu_seqlens, query)
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > total or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(
+            f"{name} must start with 0, not decrease, and end at most at the number of tokens, {total}, got "
+            f"{shown(cu_seqlens.tolist())}; it holds where each document starts, and where the last one ends"
+        )

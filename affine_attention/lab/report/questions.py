@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...nn import PRESETS
 from .cells import shown
 from .claims import SIGMOID, Claim
-from .collect import Run
 from .groups import BASELINE, Group
-from .measures import Measure, loss_measures, perplexity_measures
+from .measures import Measure, quality_measures
 from .settings import Setting, main_settings, settings_of
-from .verdicts import Comparison, compare, compare_gaps
+from .verdicts import Comparison, combine, compare
 
 # The objective: the losses of runs that differ in one of these are not comparable.
 OBJECTIVE = ("teacher", "kd_weight", "ce_weight", "temperature", "divergence")
@@ -38,18 +36,18 @@ class Rates:
 def questions(groups: list[Group]) -> list[Claim]:
     """The questions that have runs."""
     every = settings_of(groups)
-    quality = [*loss_measures(groups), *perplexity_measures(groups)]
+    measures = quality_measures(groups)
     found = []
-    if variants := _variants(every, quality):
+    if variants := _variants(every, *measures):
         found.append(variants)
-    if others := _other_settings(every, quality):
+    if others := _other_settings(every, *measures):
         found.append(others)
     return found
 
 
 def rates(groups: list[Group]) -> list[Rates]:
     """Mechanisms that were trained at two or more learning rates, with all other settings equal."""
-    measures = [*perplexity_measures(groups), *loss_measures(groups)]
+    measures, _ = quality_measures(groups)
     found: list[Rates] = []
     settings = settings_of(groups)
     mains = {setting.family: setting for setting in main_settings(settings)}
@@ -85,7 +83,7 @@ def signs(swept: list[Rates]) -> list[str]:
     return found
 
 
-def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
+def _variants(settings: list[Setting], tested: list[Measure], same_runs: list[Measure]) -> Claim | None:
     """Each variant of a mechanism against its preset; the sigmoid is a separate claim."""
     found = []
     for setting in settings:
@@ -93,7 +91,7 @@ def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
             plain = setting.plain(name)
             for label, group in setting.variants(name):
                 if plain is not None and not label.endswith(SIGMOID):
-                    found += [compare(m, (label, group), (name, plain), None, setting.label) for m in quality]
+                    found += _compared((label, group), (name, plain), setting, tested, same_runs)
     if not found:
         return None
     return Claim(
@@ -103,7 +101,7 @@ def _variants(settings: list[Setting], quality: list[Measure]) -> Claim | None:
     )  # fmt: skip
 
 
-def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | None:
+def _other_settings(settings: list[Setting], tested: list[Measure], same_runs: list[Measure]) -> Claim | None:
     """Every mechanism against softmax in settings other than the main one, and how the gap changes between settings."""
     mains = {setting.family: setting for setting in main_settings(settings)}
     found: list[Comparison] = []
@@ -115,17 +113,18 @@ def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | 
         if (softmax := setting.plain(BASELINE)) is None:
             lone.append(setting.label)
             continue
-        gaps = _gap_measures(quality, main.changes(setting))
+        gaps = _gap_measures([*tested, *same_runs], main.changes(setting))
         for name in PRESETS:
             group = setting.plain(name)
             if group is None or group is softmax:
                 continue
-            found += [compare(m, (name, group), (BASELINE, softmax), None, setting.label) for m in quality]
+            found += _compared((name, group), (BASELINE, softmax), setting, tested, same_runs)
             there, base = main.plain(name), main.plain(BASELINE)
             if there and base:
                 names = (f"({name} − softmax here)", "(in the main setting)")
-                found += [compare_gaps(m, names, (group, softmax), (there, base), "", setting.label) for m in gaps]
-    found += _at_best_rates(settings, quality)
+                terms = ((1.0, group), (-1.0, softmax), (-1.0, there), (1.0, base))
+                found += [combine(measure, names, terms, "", setting.label) for measure in gaps]
+    found += _at_best_rates(settings, tested, same_runs)
     if not found:
         return None
     described = []
@@ -144,7 +143,7 @@ def _other_settings(settings: list[Setting], quality: list[Measure]) -> Claim | 
     )  # fmt: skip
 
 
-def _at_best_rates(settings: list[Setting], quality: list[Measure]) -> list[Comparison]:
+def _at_best_rates(settings: list[Setting], tested: list[Measure], same_runs: list[Measure]) -> list[Comparison]:
     """Each mechanism at its best learning rate against softmax at its best."""
     found = []
     groups = [group for setting in settings for group in setting.groups]
@@ -158,8 +157,8 @@ def _at_best_rates(settings: list[Setting], quality: list[Measure]) -> list[Comp
             if base is None or each is base or base.best is None or each.best is None:
                 continue
             names = (f"{name} at {each.best:g}", f"{BASELINE} at {base.best:g}")
-            pair = (each.groups[each.best], base.groups[base.best])
-            found += [compare(m, (names[0], pair[0]), (names[1], pair[1]), None, label) for m in quality]
+            ours, other = (names[0], each.groups[each.best]), (names[1], base.groups[base.best])
+            found += _compared(ours, other, label, tested, same_runs)
     return found
 
 
@@ -178,25 +177,15 @@ def _rate_families(settings: list[Setting]) -> list[list[Setting]]:
     return [family for family in families if len(family) > 1]
 
 
+def _compared(
+    ours: tuple[str, Group], other: tuple[str, Group], setting: Setting | str, tested: list[Measure],
+    same_runs: list[Measure],
+) -> list[Comparison]:  # fmt: skip
+    found = [compare(measure, ours, other, None, setting) for measure in tested]
+    return found + [compare(measure, ours, other, None, setting, False) for measure in same_runs]
+
+
 def _gap_measures(quality: list[Measure], changed: list[str]) -> list[Measure]:
     """The logarithms of perplexities, and the losses if the objective is the same."""
     other_objective = bool(set(changed) & set(OBJECTIVE))
-    found = []
-    for measure in quality:
-        if measure.label.endswith(" PPL"):
-            title = f"logarithm of the {measure.title.split(';')[0]}"
-            found.append(replace(measure, label=f"ln {measure.label}", read=_Log(measure), digits=4, title=title))
-        elif not other_objective:
-            found.append(measure)
-    return found
-
-
-@dataclass(frozen=True)
-class _Log:
-    """The logarithm of a measure."""
-
-    measure: Measure
-
-    def __call__(self, run: Run) -> float:
-        value = self.measure.read(run)
-        return math.log(value) if value > 0 else math.nan
+    return [measure for measure in quality if measure.label.startswith("ln ") or not other_objective]
