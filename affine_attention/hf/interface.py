@@ -161,7 +161,7 @@ def affine_attention(
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
-    alpha = beta = sink = gate = difference = None
+    alpha = beta = sink = gate = difference = exclusion = norm_weight = None
     if not layer.is_plain:
         sink = layer.sink
         if sink is not None:
@@ -172,7 +172,7 @@ def affine_attention(
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        alpha, beta, token_sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        alpha, beta, token_sink, gate, exclusion, norm_weight = layer.rows(affine_hidden, divisor, token_mask)
         if sink is None:
             sink = token_sink
         if layer.mechanism.differential:
@@ -182,14 +182,16 @@ def affine_attention(
             alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
-            softmax_scale=scaling, token_mask=token_mask, **arguments,
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+            norm_weight=norm_weight, difference=difference, softmax_scale=scaling, token_mask=token_mask, **arguments,
         )  # fmt: skip
     if sequence is not None:
-        rows = Coefficients(alpha, beta, sink, gate)
-        query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
+        rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight)
+        query, key, value, rows = sequence.to_heads(query, key, value, rows)
+        alpha, beta, sink, gate, exclusion, norm_weight = rows
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+        norm_weight=norm_weight, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:

@@ -33,7 +33,7 @@ from .arguments import (
 from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
 from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
-from .scaling import AffineScale, Start, wide
+from .scaling import AffineScale, Start, own_heads, wide
 
 PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
@@ -45,12 +45,14 @@ class Coefficients(NamedTuple):
     beta: Tensor | None  # [B, H, T]
     sink: Tensor | None  # [H], or [B, H, T] for a sink of each token
     gate: Tensor | None  # [B, H, T, D]
+    exclusion: Tensor | float | None = None  # [B, H, T] or a number
+    norm_weight: Tensor | None = None  # [H, D]
 
 
 class AttentionMechanism(nn.Module):
     """The parameters and state of one layer's mechanism: computes alpha, beta, sink and gate from hidden states.
 
-    `is_plain` is True for plain softmax attention, which has none of the four.
+    `is_plain` is True for plain softmax attention, which has none of them.
 
     >>> layer = AttentionMechanism("affine", embed_dim=64, num_heads=4, head_dim=16)
     >>> hidden = torch.randn(2, 10, 64); q = k = v = torch.randn(2, 4, 10, 16)
@@ -61,6 +63,8 @@ class AttentionMechanism(nn.Module):
     sink: Tensor | None
     sink_proj: nn.Linear | None  # W_s
     difference_proj: nn.Linear | None  # W_d
+    head_exclusion: nn.Parameter | None  # e_h, [H]
+    norm_weight: nn.Parameter | None  # of the norm of each head, [H * D]
     # Called with (query, key, value, **arguments) before each operator call.
     observer: Callable[..., None] | None = None
     sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
@@ -81,11 +85,11 @@ class AttentionMechanism(nn.Module):
         _check_starts(self.mechanism, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.nonnegative_alpha = self.mechanism.nonnegative_alpha
-        # The node that joins W_a and the operator has neither a sink of each token nor a difference.
-        self.joins = self.mechanism.has_alpha and self.mechanism.sink != "token" and not self.mechanism.differential
-        self.is_plain = not (
-            self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink or self.mechanism.differential
-        )
+        settings = self.mechanism
+        later = settings.differential or settings.head_norm or settings.exclusion is not None
+        # The node that joins W_a and the operator has no sink of each token, and nothing that follows the softmax.
+        self.joins = settings.has_alpha and settings.sink != "token" and not later
+        self.is_plain = not (settings.has_alpha or settings.gate or settings.sink or later)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -100,6 +104,11 @@ class AttentionMechanism(nn.Module):
         by_token = {"sink_proj": self.mechanism.sink == "token", "difference_proj": self.mechanism.differential}
         for name, exists in by_token.items():
             setattr(self, name, nn.Linear(embed_dim, num_heads, bias=False, **like) if exists else None)
+        by_head = {"head_exclusion": settings.exclusion == "learned", "norm_weight": settings.head_norm}
+        for name, exists in by_head.items():
+            # A vector, also for the weights of the norm: optimizers decay matrices.
+            size = num_heads * head_dim if name == "norm_weight" else num_heads
+            self.register_parameter(name, nn.Parameter(torch.empty(size, **like)) if exists else None)
         empty = torch.empty(num_heads, **like)
         if self.mechanism.sink == "learned":
             self.sink = nn.Parameter(empty)
@@ -132,6 +141,10 @@ class AttentionMechanism(nn.Module):
         for proj in (self.sink_proj, self.difference_proj):
             if proj is not None:
                 yield Start(proj.weight, 0.0, self.mechanism.init_std)
+        if self.head_exclusion is not None:
+            yield Start(self.head_exclusion, 0.0)
+        if self.norm_weight is not None:
+            yield Start(self.norm_weight, 1.0)
         if self.sink is not None:
             yield Start(self.sink, self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
@@ -174,7 +187,15 @@ class AttentionMechanism(nn.Module):
             alpha, beta = scale(hidden, num_keys, token_mask)
         sink_proj: Any = self._modules.get("sink_proj")
         sink = self.sink if sink_proj is None else self._token_sink(sink_proj(hidden))
-        return Coefficients(alpha, beta, sink, self._gate(hidden))
+        parameters: Any = self._parameters
+        exclusion: Tensor | float | None = 1.0 if self.mechanism.exclusion == "full" else None
+        norm_weight = parameters.get("norm_weight")
+        if self.mechanism.exclusion == "learned":
+            by_head = torch.tanh(wide(own_heads(parameters["head_exclusion"])))
+            exclusion = by_head[:, None].expand(hidden.shape[0], -1, hidden.shape[1])
+        if norm_weight is not None:
+            norm_weight = own_heads(norm_weight).view(-1, self.head_dim)
+        return Coefficients(alpha, beta, sink, self._gate(hidden), exclusion, norm_weight)
 
     def _token_sink(self, scores_BTH: Tensor) -> Tensor:
         scores = wide(scores_BTH).transpose(1, 2)
@@ -253,16 +274,16 @@ class AttentionMechanism(nn.Module):
             out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
             if out is not None:
                 return out
-        alpha, beta, sink, gate = self.rows(hidden, num_keys, tokens)
+        rows = self.rows(hidden, num_keys, tokens)._asdict()
         difference = self.difference(hidden, key.shape[1])
         if self.observer is not None:
             self.observer(
-                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
-                softmax_scale=softmax_scale, token_mask=token_mask, **visible,
+                query, key, value, **rows, difference=difference, softmax_scale=softmax_scale, token_mask=token_mask,
+                **visible,
             )  # fmt: skip
         result: Tensor = attention(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
-            softmax_scale=softmax_scale, nonnegative_alpha=self.nonnegative_alpha, impl=impl,
+            query, key, value, **rows, **visible, softmax_scale=softmax_scale,
+            nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
         return result if difference is None else subtract_pairs(result, difference)
 

@@ -126,15 +126,15 @@ class SequenceGroup:
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        alpha, beta, sink, gate = coefficients
-        rows = [alpha, beta, gate, None if sink is None or sink.dim() == 1 else sink]
-        query, key, value, alpha, beta, gate, row_sink = self._exchange([query, key, value, *rows])
-        if row_sink is not None:
-            sink = row_sink
-        elif sink is not None:
-            heads = sink.shape[0] // self.size
-            sink = sink[self.rank * heads : (self.rank + 1) * heads]
-        return query, key, value, Coefficients(alpha, beta, sink, gate)
+        given = coefficients._asdict()
+        by_token = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 2]
+        query, key, value, *parts = self._exchange([query, key, value, *(given[name] for name in by_token)])
+        # What has no tokens, a sink [H] or the weights of a norm [H, D], is on every rank, which takes its heads.
+        heads = query.shape[1]
+        own = slice(self.rank * heads, (self.rank + 1) * heads)
+        of_heads = {name: x[own] for name, x in given.items() if isinstance(x, Tensor) and name not in by_token}
+        rows = Coefficients(**given | of_heads | dict(zip(by_token, parts, strict=True)))
+        return query, key, value, rows
 
     def to_part(self, out: Tensor) -> Tensor:
         """The whole sequence with this rank's heads [B, H/P, T, D] to its part with all heads [B, H, T/P, D]."""

@@ -154,6 +154,14 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
         pairs = (first - share[:, 0::2] * second, second - share[:, 1::2] * first)
         weights = torch.stack(pairs, 2).flatten(1, 2)
     out = weights @ value
+    if settings.exclusion:  # NeoMMEExclusiveSelfAttention of transformers; arXiv 2603.09078 for a share of 1
+        own = torch.nn.functional.normalize(value[:, :, value.shape[2] - out.shape[2] :], dim=-1)
+        own = own.masked_fill(~seen.diagonal(value.shape[2] - out.shape[2], -2, -1)[..., None], 0)
+        share = 1.0 if settings.exclusion == "full" else torch.tanh(layer.head_exclusion)[:, None, None]
+        out = out - share * (out * own).sum(-1, keepdim=True) * own
+    if settings.head_norm:
+        weight = layer.norm_weight.view(heads, 1, -1)
+        out = torch.nn.functional.rms_norm(out, out.shape[-1:], eps=1e-6) * weight
     if layer.gate_proj is not None:
         gate = torch.sigmoid(affine_hidden @ layer.gate_proj.weight.T)
         out = out * gate.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -65,6 +65,9 @@ def test_the_sink_adds_one_parameter_per_head():
         ("per_head_alpha", 8),
         ("constant_alpha", 0),
         ("token_sink", 64 * 8),
+        ("exclusive", 0),
+        ("exclusive_gated", 8 + 64 * 8 * 16),
+        ("normed_gated", 8 * 16 + 64 * 8 * 16),
         ("differential", 64 * 8),
     ],
 )
@@ -99,6 +102,16 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("affine", activation="sigmoyd"), ValueError, "did you mean 'sigmoid'?"),
         (lambda: Mechanism.named("affine", bias="centered"), ValueError, "did you mean 'centred'?"),
         (lambda: Mechanism.named("gated", differential=True), ValueError, "cannot be combined with gate=True"),
+        (
+            lambda: Mechanism.named("exclusive", differential=True),
+            ValueError,
+            "be combined with exclusion='full'",
+        ),
+        (
+            lambda: Mechanism.named("affine", exclusion="half"),
+            ValueError,
+            "exclusion must be None or one of 'full'",
+        ),
         (lambda: Mechanism.named("affine", bias=1), TypeError, "bias must be True or False, got 1"),
         (lambda: Mechanism.named("per_head_alpha", bias=True), ValueError, "needs an alpha that depends on the token"),
         (lambda: Mechanism.named("softmax", bias="free"), ValueError, "bias='free' needs an alpha"),
