@@ -327,7 +327,9 @@ def _add_study(commands: Any) -> None:
     parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
     _add_recipe_options(parser)
     parser.add_argument(
-        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
+        "--mechanisms",
+        default="softmax,sink,gated,affine,affine_gated",
+        help="comma-separated, or `all` presets (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
     parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
@@ -348,10 +350,11 @@ def _add_study(commands: Any) -> None:
 
 def _study(options: argparse.Namespace) -> int:
     from .study import Plan, run_study
+    from .study.plan import named_mechanisms
 
     plan = Plan(
         recipe=options.recipe,
-        mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
+        mechanisms=named_mechanisms(options.mechanisms),
         seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
         settings=_settings(options),
         teacher_steps=options.teacher_steps,

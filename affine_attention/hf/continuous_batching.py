@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..nn.attention import subtract_pairs
+from ..nn.attention import subtract_next
 from .families import find_decoders
 from .interface import PAGED, SLOT
 from .keywords import refuse_unknown
@@ -154,9 +154,10 @@ def paged_attention(
     index: Any = module.layer_idx
     rows = layer.rows(affine_hidden, batch.divisor(layer.mechanism, index), None)._asdict()
     out = batch.attend(index, query, key, value, rows, scaling)
-    difference = layer.difference(affine_hidden, key.shape[1])
+    groups = key.shape[1]
+    difference = layer.difference(affine_hidden, groups)
     if difference is not None:
-        out = subtract_pairs(out.transpose(1, 2), difference).transpose(1, 2)
+        out = subtract_next(out.transpose(1, 2), difference, groups).transpose(1, 2)
     return out, None
 
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import Coefficients, real_tokens, subtract_pairs
+from ..nn.attention import Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
@@ -176,7 +176,8 @@ def affine_attention(
         if sink is None:
             sink = token_sink
         if layer.mechanism.differential:
-            difference = layer.difference(affine_hidden, key.shape[1])
+            num_kv_heads = key.shape[1]
+            difference = layer.difference(affine_hidden, num_kv_heads)
         if alpha is not None and alpha.shape[1] != query.shape[1]:
             # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
             alpha = alpha[:, : query.shape[1]]
@@ -200,8 +201,8 @@ def affine_attention(
     if affine_weights:
         weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
     if difference is not None:
-        out = subtract_pairs(out, difference)
-        weights = None if weights is None else subtract_pairs(weights, difference)
+        out = subtract_next(out, difference, num_kv_heads)
+        weights = None if weights is None else subtract_next(weights, difference, num_kv_heads)
     # Contiguous like transformers' own: a model may use view (afmoe does).
     return out.transpose(1, 2).contiguous(), weights
 

@@ -202,16 +202,11 @@ class AttentionMechanism(nn.Module):
         return scores + self.mechanism.sink_start if self.mechanism.sink_start else scores
 
     def difference(self, hidden: Tensor, num_kv_heads: int) -> Tensor | None:
-        """How much of the other head of its pair each head subtracts, [B, H, T]; None if the mechanism does not."""
+        """How much of the next head each head subtracts, [B, H, T]; None if the mechanism is not differential."""
         proj: Any = self._modules.get("difference_proj")
         if proj is None:
             return None
-        if self.num_heads // num_kv_heads % 2:
-            raise ValueError(
-                "a differential mechanism needs an even number of query heads for each key-value head, because the "
-                f"two heads of a pair share their values, got {self.num_heads} and {num_kv_heads} heads; use fewer "
-                "key-value heads or another mechanism"
-            )
+        check_shared_values(self.num_heads, num_kv_heads)
         return torch.sigmoid(wide(proj(hidden))).transpose(1, 2)
 
     def _gate(self, hidden: Tensor) -> Tensor | None:
@@ -285,7 +280,7 @@ class AttentionMechanism(nn.Module):
             query, key, value, **rows, **visible, softmax_scale=softmax_scale,
             nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
-        return result if difference is None else subtract_pairs(result, difference)
+        return result if difference is None else subtract_next(result, difference, key.shape[1])
 
     def bias_divisor(
         self,
@@ -346,10 +341,19 @@ def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
             raise ValueError(f"{name} of the mechanism must be at most {largest:g} in {dtype}, got {shown(value)}")
 
 
-def subtract_pairs(of_heads: Tensor, difference_BHT: Tensor) -> Tensor:
-    """Each head of [B, H, T, ..] minus `difference` times the other head of its pair (2i, 2i + 1)."""
-    other = of_heads.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
-    subtracted: Tensor = of_heads - difference_BHT[..., None] * other
+def check_shared_values(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads == num_kv_heads:
+        raise ValueError(
+            "a differential mechanism needs at least two query heads for each key-value head, because it subtracts "
+            f"weights of the same values, got {num_heads} heads of both kinds; use fewer key-value heads or another "
+            "mechanism"
+        )
+
+
+def subtract_next(of_heads: Tensor, difference_BHT: Tensor, num_kv_heads: int) -> Tensor:
+    """Each head of [B, H, T, ..] minus `difference` times the next head of its key-value head, the last minus the first."""
+    following = of_heads.unflatten(1, (num_kv_heads, -1)).roll(-1, 2).flatten(1, 2)
+    subtracted: Tensor = of_heads - difference_BHT[..., None] * following
     return subtracted.to(of_heads.dtype)
 
 
@@ -401,6 +405,8 @@ class SelfAttention(nn.Module):
         check_one_of("impl", impl, IMPLEMENTATIONS)
         check_place(device, dtype)
         mechanism = as_mechanism(mechanism)
+        if mechanism.differential:
+            check_shared_values(num_heads, num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"

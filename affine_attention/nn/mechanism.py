@@ -48,8 +48,8 @@ class Mechanism:
         init_std: standard deviation of all initial projections: W_a, W_b, W_g, W_s, W_d.
         sink_start: initial value of the learned sink, and of a token's sink where W_s x is 0.
         alpha_start: initial value of alpha, where W_a x is 0; None: that of the rule (0.5 for the paper's).
-        differential: True subtracts the output of the other head of a pair, sigmoid(W_d x) times: the heads 2i and
-            2i + 1, which must share their key-value head (DIFF V2; docs/decisions/0035).
+        differential: True subtracts the output of the next head, sigmoid(W_d x) times, among the query heads of one
+            key-value head; every second head is that of DIFF V2 (docs/decisions/0035).
         exclusion: "full" subtracts the part of the output along the token's own value (XSA), "learned" subtracts it
             tanh(e_h) times, with a learned e_h that starts at 0; None does not.
         head_norm: True normalises the output of each head by its root mean square, with learned weights, before the

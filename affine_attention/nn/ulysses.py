@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..messages import shown
 from ..ops import attention
-from .attention import AttentionMechanism, Coefficients, default_positions, subtract_pairs
+from .attention import AttentionMechanism, Coefficients, default_positions, subtract_next
 
 
 class _AllToAll(torch.autograd.Function):
@@ -198,7 +198,8 @@ class SequenceGroup:
         mask, segment_ids = self._gather_visible(query, mask, segment_ids)
         visible = visible | {"mask": mask, "segment_ids": segment_ids}
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
-        difference = layer.difference(hidden, key.shape[1])
+        num_kv_heads = key.shape[1]  # to_heads may repeat them
+        difference = layer.difference(hidden, num_kv_heads)
         query, key, value, rows = self.to_heads(query, key, value, rows)
         out = self.to_part(
             attention(
@@ -206,7 +207,7 @@ class SequenceGroup:
                 nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
-        return out if difference is None else subtract_pairs(out, difference)
+        return out if difference is None else subtract_next(out, difference, num_kv_heads)
 
     def positions(self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
         """The default positions of this rank's tokens: those that one rank would give them."""

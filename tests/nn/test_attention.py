@@ -215,9 +215,22 @@ def test_the_norm_of_heads_is_that_of_pytorch_before_the_gate():
     torch.testing.assert_close(layer(hidden, query, query, query, is_causal=True), expected, **CLOSE)
 
 
+def test_differential_heads_follow_each_other_within_a_key_value_head():
+    layer = AttentionMechanism("differential", 24, 6, 8).double()
+    hidden, query = torch.randn(1, 5, 24).double(), torch.randn(1, 6, 5, 8).double()
+    key = torch.randn(1, 2, 5, 8).double()
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    share = torch.sigmoid(layer.difference_proj(hidden)).transpose(1, 2)[..., None]
+    expected = plain - share * plain[:, [1, 2, 0, 4, 5, 3]]
+    torch.testing.assert_close(layer(hidden, query, key, key, is_causal=True), expected, **CLOSE)
+
+
 def test_differential_heads_must_share_their_values():
-    with pytest.raises(ValueError, match="an even number of query heads for each key-value head"):
-        SelfAttention(32, 4, 4, "differential")(torch.randn(1, 3, 32))
+    with pytest.raises(ValueError, match="at least two query heads for each key-value head"):
+        SelfAttention(32, 4, 4, "differential")
+    query = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="at least two query heads for each key-value head"):
+        AttentionMechanism("differential", 24, 4, 8)(torch.randn(1, 3, 24), query, query, query)
 
 
 def test_the_sink_of_a_token_is_its_own():

@@ -65,7 +65,7 @@ def measure_rows(
     Args:
         query, key, alpha, beta, sink, softmax_scale: as `affine_attention.attention` takes them.
         difference: [B, H, T] of a differential mechanism, whose w is that of the head minus `difference` times that of
-            the other head of its pair; `entropy_softmax` stays that of the head alone.
+            the next head of its key-value head; `entropy_softmax` stays that of the head alone.
         visibility: which keys each query sees.
         token_mask: boolean [B, T], True for real tokens; None counts every query.
     """
@@ -156,10 +156,10 @@ def _block_rows(
             if hidden is not None:
                 weights[..., masked].masked_fill_(hidden, 0)
         first_RT, first_softmax_RT, softmax_sum_RT = (
-            _minus_pair(x, difference_RT) for x in (first_RT, first_softmax_RT, softmax_sum_RT)
+            _minus_next(x, difference_RT) for x in (first_RT, first_softmax_RT, softmax_sum_RT)
         )
         row_sum_RT, absolute_RT, negative_RT, weights_entropy_RT = _of_signed(
-            _minus_pair(weights, difference_RT[..., None])
+            _minus_next(weights, difference_RT[..., None])
         )
     elif beta_RT is None:
         absolute_RT = row_sum_RT.abs()
@@ -185,8 +185,9 @@ def _block_rows(
     )  # fmt: skip
 
 
-def _minus_pair(of_heads: Tensor, difference: Tensor) -> Tensor:
-    return of_heads - difference * of_heads.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+def _minus_next(of_heads: Tensor, difference: Tensor) -> Tensor:
+    """For the query heads of one key-value head, along the first dimension (`subtract_next` of nn)."""
+    return of_heads - difference * of_heads.roll(-1, 0)
 
 
 def _of_signed(weights_RTS: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -321,7 +322,10 @@ def weight_map(
                 part = part.masked_fill(hidden, 0)
             stop = max(min(keys.stop, length), keys.start)
             weights[head, rows, keys.start : stop] = part[:, : stop - keys.start]
-    return weights if difference is None else _minus_pair(weights, difference[0, :, :length, None].to(dtype))
+    if difference is None:
+        return weights
+    groups = weights.split(repeats), difference[0, :, :length, None].to(dtype).split(repeats)
+    return torch.cat([_minus_next(*pair) for pair in zip(*groups, strict=True)])
 
 
 def is_saturated(alpha: Tensor) -> Tensor:
