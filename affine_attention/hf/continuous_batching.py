@@ -153,6 +153,7 @@ def paged_attention(
     refuse_unknown(type(module).__name__, unread | {"dropout": dropout or None}, "use generate")
     index: Any = module.layer_idx
     rows = layer.rows(affine_hidden, batch.divisor(layer.mechanism, index), None)._asdict()
+    query, key, scaling = layer.scored(query, key, scaling)  # the paged cache holds the keys of the scores
     out = batch.attend(index, query, key, value, rows, scaling)
     groups = key.shape[1]
     difference = layer.difference(affine_hidden, groups)

@@ -162,6 +162,7 @@ def affine_attention(
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
     alpha = beta = sink = gate = difference = exclusion = norm_weight = None
+    function = "softmax"
     if not layer.is_plain:
         sink = layer.sink
         if sink is not None:
@@ -172,7 +173,10 @@ def affine_attention(
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        alpha, beta, token_sink, gate, exclusion, norm_weight = layer.rows(affine_hidden, divisor, token_mask)
+        rows = layer.rows(affine_hidden, divisor, token_mask)
+        alpha, beta, token_sink, gate, exclusion, norm_weight, function = rows
+        if function == "softplus":
+            query, key, scaling = layer.scored(query, key, scaling)
         if sink is None:
             sink = token_sink
         if layer.mechanism.differential:
@@ -184,22 +188,25 @@ def affine_attention(
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
-            norm_weight=norm_weight, difference=difference, softmax_scale=scaling, token_mask=token_mask, **arguments,
+            norm_weight=norm_weight, weights=function, difference=difference, softmax_scale=scaling,
+            token_mask=token_mask, **arguments,
         )  # fmt: skip
     if sequence is not None:
-        rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight)
+        rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight, function)
         query, key, value, rows = sequence.to_heads(query, key, value, rows)
-        alpha, beta, sink, gate, exclusion, norm_weight = rows
+        alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
-        norm_weight=norm_weight, softmax_scale=scaling,
+        norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:
         out = sequence.to_part(out)
     weights = None
     if affine_weights:
-        weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
+        weights = attention_weights(
+            query, key, alpha=alpha, beta=beta, sink=sink, weights=function, softmax_scale=scaling, **arguments
+        )
     if difference is not None:
         out = subtract_next(out, difference, num_kv_heads)
         weights = None if weights is None else subtract_next(weights, difference, num_kv_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class Coefficients(NamedTuple):
     gate: Tensor | None  # [B, H, T, D]
     exclusion: Tensor | float | None = None  # [B, H, T] or a number
     norm_weight: Tensor | None = None  # [H, D]
+    weights: str = "softmax"  # the function of the scores
 
 
 class AttentionMechanism(nn.Module):
@@ -87,6 +89,7 @@ class AttentionMechanism(nn.Module):
         self.nonnegative_alpha = self.mechanism.nonnegative_alpha
         settings = self.mechanism
         later = settings.differential or settings.head_norm or settings.exclusion is not None
+        later = later or settings.weights != "softmax"
         # The node that joins W_a and the operator has no sink of each token, and nothing that follows the softmax.
         self.joins = settings.has_alpha and settings.sink != "token" and not later
         self.is_plain = not (settings.has_alpha or settings.gate or settings.sink or later)
@@ -195,7 +198,17 @@ class AttentionMechanism(nn.Module):
             exclusion = by_head[:, None].expand(hidden.shape[0], -1, hidden.shape[1])
         if norm_weight is not None:
             norm_weight = own_heads(norm_weight).view(-1, self.head_dim)
-        return Coefficients(alpha, beta, sink, self._gate(hidden), exclusion, norm_weight)
+        return Coefficients(alpha, beta, sink, self._gate(hidden), exclusion, norm_weight, self.mechanism.weights)
+
+    def scored(self, query: Tensor, key: Tensor, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+        """query, key and softmax_scale as the weights of the mechanism need them.
+
+        Softplus weights are a function of log(D) cos(q, k) (arXiv 2501.13428), which replaces the scale of the layer.
+        """
+        if self.mechanism.weights != "softplus":
+            return query, key, softmax_scale
+        query, key = (nn.functional.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
+        return query, key, math.log(self.head_dim)
 
     def _token_sink(self, scores_BTH: Tensor) -> Tensor:
         scores = wide(scores_BTH).transpose(1, 2)
@@ -270,6 +283,7 @@ class AttentionMechanism(nn.Module):
             if out is not None:
                 return out
         rows = self.rows(hidden, num_keys, tokens)._asdict()
+        query, key, softmax_scale = self.scored(query, key, softmax_scale)
         difference = self.difference(hidden, key.shape[1])
         if self.observer is not None:
             self.observer(
@@ -351,7 +365,7 @@ def check_shared_values(num_heads: int, num_kv_heads: int) -> None:
 
 
 def subtract_next(of_heads: Tensor, difference_BHT: Tensor, num_kv_heads: int) -> Tensor:
-    """Each head of [B, H, T, ..] minus `difference` times the next head of its key-value head, the last minus the first."""
+    """Each head of [B, H, T, ..] minus `difference` times the next head of its key-value head, cyclically."""
     following = of_heads.unflatten(1, (num_kv_heads, -1)).roll(-1, 2).flatten(1, 2)
     subtracted: Tensor = of_heads - difference_BHT[..., None] * following
     return subtracted.to(of_heads.dtype)

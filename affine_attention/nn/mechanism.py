@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ..messages import check_flag, did_you_mean, shown
 from .coefficients import ALPHA_RULES, BETA_RULES, LARGEST, AlphaRule, BetaRule
 
+WEIGHTS = ("softmax", "signed", "sigmoid", "softplus", "normalized")  # NAMES of ops/weights, which imports torch
 EXCLUSIONS = ("full", "learned")
 SINKS = ("zero", "learned", "token")
 BIAS_LENGTH_WORDS = ("visible", "keys")
@@ -18,7 +19,7 @@ MAX_BIAS_LENGTH = 2**31 - 1
 BIASES = tuple(name for name in BETA_RULES if name != "running_average")  # the rules other than True
 # Settings that `to_dict` writes only if they differ from their defaults: files of a mechanism without them stay as they
 # were before the setting existed, bitwise.
-LATER_SETTINGS = ("alpha_start", "differential", "exclusion", "head_norm")
+LATER_SETTINGS = ("alpha_start", "differential", "exclusion", "head_norm", "weights")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Mechanism:
             "linear_clipping" (the paper), "sigmoid", "double_sigmoid", "softplus"; or "per_head" (one learned number
             per head), "constant"; None for no alpha.
         bias: the rule of beta: True for beta = (running_alpha - alpha) / N (Eq. 8), "centred" for -c_h alpha / N with a
-            learned c_h, "free" for W_b x / N, False for no beta.
+            learned c_h, "per_head" for a learned b_h, "free" for W_b x / N, False for no beta.
         sink: "learned" (one logit per head), "zero" (off by one), "token" (a logit of each head and token,
             W_s x + sink_start), or None.
         gate: True for an output gate sigmoid(W_g x) per head and channel.
@@ -54,11 +55,13 @@ class Mechanism:
             tanh(e_h) times, with a learned e_h that starts at 0; None does not.
         head_norm: True normalises the output of each head by its root mean square, with learned weights, before the
             gate.
+        weights: "softmax", or the function of the scores that takes its place: "signed", "sigmoid", "softplus" (which
+            normalises the lengths of queries and keys) or "normalized".
     """
 
     name: str = "softmax"
     activation: str | None = None
-    bias: bool | Literal["centred", "free"] = False
+    bias: bool | Literal["centred", "per_head", "free"] = False
     sink: Literal["zero", "learned", "token"] | None = None
     gate: bool = False
     bias_length: int | Literal["visible", "keys"] = PAPER_TRAINING_LENGTH
@@ -70,12 +73,21 @@ class Mechanism:
     differential: bool = False
     exclusion: Literal["full", "learned"] | None = None
     head_norm: bool = False
+    weights: str = "softmax"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a non-empty string, got {shown(self.name)}")
         _check_choice("activation", self.activation, tuple(ALPHA_RULES))
         _check_choice("sink", self.sink, SINKS)
+        if not isinstance(self.weights, str) or self.weights not in WEIGHTS:
+            hint = did_you_mean(self.weights, WEIGHTS)
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {shown(self.weights)}{hint}")
+        if self.weights != "softmax" and self.sink is not None:
+            raise ValueError(
+                f"sink={self.sink!r} cannot be combined with weights={self.weights!r}: a sink is a term of the "
+                'softmax; use weights="softmax" or sink=None'
+            )
         _check_choice("exclusion", self.exclusion, EXCLUSIONS)
         for flag in ("gate", "differential", "head_norm"):
             check_flag(flag, getattr(self, flag))
@@ -148,7 +160,7 @@ class Mechanism:
         """
         alpha, rule = self.initial_alpha, self.alpha_rule
         changes = self.sink is not None or self.differential or self.head_norm or self.exclusion == "full"
-        if changes or math.frexp(alpha)[0] != 0.5:
+        if changes or self.weights != "softmax" or math.frexp(alpha)[0] != 0.5:
             return None
         if rule is not None and not (rule.is_exact or alpha == rule.start):
             return None
@@ -322,5 +334,9 @@ PRESETS: dict[str, Mechanism] = {
         Mechanism("exclusive_gated", exclusion="learned", gate=True),
         Mechanism("normed_gated", head_norm=True, gate=True),
         Mechanism("differential", differential=True),
+        Mechanism("signed_weights", weights="signed"),
+        Mechanism("sigmoid_weights", weights="sigmoid"),
+        Mechanism("softplus_weights", weights="softplus"),
+        Mechanism("normalized_weights", weights="normalized", activation="per_head", bias="per_head", head_norm=True),
     )
 }

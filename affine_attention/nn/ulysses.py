@@ -200,6 +200,7 @@ class SequenceGroup:
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
         num_kv_heads = key.shape[1]  # to_heads may repeat them
         difference = layer.difference(hidden, num_kv_heads)
+        query, key, softmax_scale = layer.scored(query, key, softmax_scale)
         query, key, value, rows = self.to_heads(query, key, value, rows)
         out = self.to_part(
             attention(

@@ -30,7 +30,8 @@ def test_parameters_and_coefficients_of_every_mechanism(name):
     has = [x is not None for x in given]
     mechanism = PRESETS[name]
     parts = [mechanism.has_alpha, bool(mechanism.bias), mechanism.sink is not None, mechanism.gate]
-    assert has == [*parts, mechanism.exclusion is not None, mechanism.head_norm]
+    assert has == [*parts, mechanism.exclusion is not None, mechanism.head_norm, True]
+    assert given.weights == mechanism.weights
     assert layer(hidden, query, key, key, is_causal=True).shape == query.shape
 
 

@@ -45,6 +45,7 @@ class AttentionCall:
     gate: Tensor | None = None  # [B, H, T, D]
     exclusion: Tensor | float | None = None  # [B, H, T] or a number
     norm_weight: Tensor | None = None  # [H, D]
+    weights: str = "softmax"  # the function of the scores
     difference: Tensor | None = None  # [B, H, T]; how much of the next head a head subtracts
     mask: Tensor | None = None  # [B, S] or [B, 1|H, T, S]
     is_causal: bool = False

@@ -17,7 +17,8 @@ from tests.hf.models import SLIDING, WINDOW, make_model, make_tokens, plain_mode
 from tests.hf.test_masks import LENGTHS, packed_positions, padded_rows
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-WEIGHTS = ("alpha", "beta", "sink", "mask", "is_causal", "window", "segment_ids", "softmax_scale")
+WEIGHTS = ("alpha", "beta", "sink", "mask", "is_causal", "window", "segment_ids", "softmax_scale",
+           "weights")  # fmt: skip
 
 
 def calls_of(model, *args, **inputs):
