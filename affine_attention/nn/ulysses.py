@@ -203,8 +203,8 @@ class SequenceGroup:
         query, key, value, rows = self.to_heads(query, key, value, rows)
         return self.to_part(
             attention(
-                query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale, nonnegative_alpha=True,
-                impl=impl,
+                query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale,
+                nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
 
