@@ -173,6 +173,9 @@ def affine_attention(
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
+        if alpha is not None and alpha.shape[1] != query.shape[1]:
+            # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
+            alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
@@ -182,8 +185,8 @@ def affine_attention(
         rows = Coefficients(alpha, beta, sink, gate)
         query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
-        impl=affine_impl, **arguments,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:
         out = sequence.to_part(out)
