@@ -23,6 +23,7 @@ from ..nn.attention import Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
+from .own_values import finish_with, own_keys
 from .paged import PagedBatch
 from .parallel import check_no_hidden_sharding, own_sink
 
@@ -195,11 +196,17 @@ def affine_attention(
         rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight, function)
         query, key, value, rows = sequence.to_heads(query, key, value, rows)
         alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
+    own = None if exclusion is None else own_keys(arguments, query.shape[2], key.shape[2])
+    last: Any = (exclusion, norm_weight, gate)
+    if own is not None:
+        exclusion = norm_weight = gate = None
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
         norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
+    if own is not None:
+        out = finish_with(out, value, own, *last, affine_impl)
     if sequence is not None:
         out = sequence.to_part(out)
     weights = None
