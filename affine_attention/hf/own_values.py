@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.finish import EMPTY, NORM_EPS, Finish, finish, uses_kernels
+from ..ops.finish import EMPTY, Finish, finish, uses_kernels
 
 
 def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
@@ -30,18 +30,9 @@ def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Te
     return last, seen.any(-1)
 
 
-def finish_with(
-    y: Tensor,
-    value: Tensor,
-    own: tuple[Tensor, Tensor],
-    exclusion: Tensor | float,
-    norm_weight: Tensor | None,
-    gate: Tensor | None,
-    impl: str,
-) -> Tensor:
+def finish_with(y: Tensor, value: Tensor, own: tuple[Tensor, Tensor], parts: Finish, impl: str) -> Tensor:
     """Exclusion, norm and gate of attention without them, for own keys that `own_keys` found."""
     index, sees = own
     index = index[:, None, :, None].expand(y.shape[0], value.shape[1], -1, value.shape[3])
     marks = (~sees).to(torch.uint8)[:, None] * EMPTY
-    parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
     return finish(y, value.gather(2, index), marks, parts, kernels=uses_kernels(y, impl))

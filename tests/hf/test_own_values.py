@@ -6,6 +6,7 @@ import torch
 
 from affine_attention import attention
 from affine_attention.hf.own_values import finish_with, own_keys
+from affine_attention.ops.finish import NORM_EPS, Finish
 
 
 def test_the_operator_finds_the_last_keys_itself():
@@ -32,5 +33,5 @@ def test_a_preallocated_cache_equals_a_growing_one():
     mask[..., :5] = torch.ones(3, 5).tril(2).bool()
     longer = torch.cat([key, free], 2), torch.cat([value, free], 2)
     y = attention(query, *longer, mask=mask)
-    own = own_keys({"mask": mask}, 3, 9)
-    torch.testing.assert_close(finish_with(y, longer[1], own, 1.0, weight, gate, "auto"), expected)
+    own, parts = own_keys({"mask": mask}, 3, 9), Finish(1.0, weight, NORM_EPS, gate)
+    torch.testing.assert_close(finish_with(y, longer[1], own, parts, "auto"), expected)
