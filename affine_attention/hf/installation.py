@@ -31,11 +31,14 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
-    if mechanism.differential:
-        raise ValueError(
-            f'start="identity" does not work for {mechanism.name!r}: each head subtracts a part of another head, also '
-            'at the start; use start="fresh"'
-        )
+    for name in ("weights", "differential", "head_norm", "exclusion"):
+        if getattr(mechanism, name) not in (None, False, "softmax", "learned"):
+            part = f"{name}={getattr(mechanism, name)!r}"
+            hint = ', or exclusion="learned", which starts at 0' if name == "exclusion" else ""
+            raise ValueError(
+                f'start="identity" does not work for {mechanism.name!r}: {part} changes the outputs at the start; '
+                f'use start="fresh"{hint}'
+            )
     if mechanism.alpha_rule is not None and mechanism.alpha_rule.scores == "constant":
         raise ValueError(
             f'start="identity" does not work for {mechanism.name!r}: an alpha that is always '

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..lab.names import folder_name
 from ..lab.recipe import Recipe, parse_setting
-from ..nn import Mechanism
+from ..nn import PRESETS, Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe
 from .sweep import check_sweeps, label_of, points
 
@@ -169,6 +169,11 @@ class Plan:
             "tasks": None if self.tasks is None else list(self.tasks),
             "engine": self.engine,
         }
+
+
+def named_mechanisms(text: str) -> tuple[str, ...]:
+    """`softmax,affine` -> the two names; `all` -> the names of all presets."""
+    return tuple(PRESETS) if text == "all" else tuple(name for name in text.split(",") if name)
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
