@@ -12,7 +12,7 @@ from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class, mark_part, unmark_part
 from .composite import decoder_config, own_configs
 from .families import find_sites
-from .installation import check_identity, check_start, install, note_part, remove_hooks, scale_out_proj
+from .installation import check_identity, check_start, install, refuse_part, remove_hooks, scale_out_proj
 from .interface import IMPLEMENTATION, SLOT
 from .sequence import is_sequence_parallel
 
@@ -89,7 +89,7 @@ def detach(model: ModelT) -> ModelT:
             if identity:
                 scale_out_proj(module, mechanism, undo=True)
     for key, hook in list(model._state_dict_pre_hooks.items()):
-        if hook is note_part:
+        if hook is refuse_part:
             del model._state_dict_pre_hooks[key]
     unmark_part(config)
     text = decoder_config(config)
@@ -110,4 +110,3 @@ def detach(model: ModelT) -> ModelT:
 
 def is_attached(model: nn.Module) -> bool:
     return isinstance(model, AffineModelMixin)
-

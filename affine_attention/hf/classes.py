@@ -34,6 +34,7 @@ class _OwnNames:
     """A configuration in which every name of an attention chooses an implementation of the operator."""
 
     plain_class: type  # restored by `detach`
+    _attn_implementation_internal: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""

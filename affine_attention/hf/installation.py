@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,10 +15,6 @@ from .interface import SLOT, carry_keywords, note_call, note_hidden, take_keywor
 STARTS = ("fresh", "identity")
 IDENTITY_ALPHA = 0.5  # alpha for a zero projection, with both activations; a zero output gate is 0.5 as well
 TEXT_PARTS = ("language_model", "text_model", "text_decoder", "llm", "thinker")  # attributes of multimodal models
-
-
-class PartNotice(UserWarning):
-    """A state dict was made of a model of which only a part has a mechanism."""
 
 
 def check_start(mechanism: Mechanism, start: str) -> None:
@@ -69,17 +64,17 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
                 part._is_hf_initialized = True
     for decoder in find_decoders(model, sites):
         decoder.register_forward_pre_hook(note_call, with_kwargs=True)
-    model.register_state_dict_pre_hook(note_part)
+    model.register_state_dict_pre_hook(refuse_part)
 
 
-def note_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before a state dict is made: warns where the model is the text part of a multimodal one, which cannot load it."""
-    if prefix.rstrip(".").rpartition(".")[2] in TEXT_PARTS:
-        warnings.warn(
-            f"{prefix.rstrip('.')} has a mechanism, and the model around it has none: a folder that save_pretrained of "
-            "the whole model writes loads as plain softmax attention; save the part with its own save_pretrained",
-            PartNotice,
-            stacklevel=2,
+def refuse_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a state dict is made: raises where the model is a part of a multimodal one, which would load as plain."""
+    name = prefix.rstrip(".")
+    if name.rpartition(".")[2] in TEXT_PARTS:
+        raise ValueError(
+            f"{name} has a mechanism and the multimodal model around it does not know: its checkpoint would load as "
+            "plain softmax attention; detach the part and call affine_attention.hf.attach for the whole model, or save "
+            "the part with its own save_pretrained"
         )
 
 

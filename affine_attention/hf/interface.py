@@ -237,6 +237,8 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]  # Qwen2-VL and its like: text, time, height, width
     if position_ids is not None and given.get("attention_mask") is None and given.get("past_key_values") is None:
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import warnings
 
 import pytest
 import torch
-import transformers
 
 from affine_attention import Mechanism
 from affine_attention.hf import WeightsNotice, attach, detach
-from affine_attention.hf.installation import PartNotice
 from affine_attention.nn import PRESETS
 
-from .models import FAMILIES, SHAPE, make_model, make_tokens, mechanisms, oracle, plain_model
+from .models import FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -203,19 +200,3 @@ def test_bias_length_keys_trains_but_rejects_a_cache():
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cannot generate"):
         model(tokens[:, :1], past_key_values=cache)
-
-
-def test_a_part_of_a_multimodal_model_says_that_the_whole_cannot_be_loaded(tmp_path):
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 8, "patch_size": 4}  # fmt: skip
-    text = SHAPE | {"model_type": "llama"}
-    config = transformers.LlavaConfig(vision_config=vision | {"model_type": "clip_vision_model"}, text_config=text)
-    whole = transformers.LlavaForConditionalGeneration(config)
-    part = attach(whole.model.language_model, "affine")
-    with pytest.warns(PartNotice, match=r"loads as plain softmax attention; save the part with its own"):
-        whole.save_pretrained(tmp_path / "whole")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PartNotice)
-        part.save_pretrained(tmp_path / "part")
-        detach(part)
-        whole.save_pretrained(tmp_path / "plain")

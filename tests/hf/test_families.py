@@ -110,7 +110,6 @@ def quantised():
         (lambda: shapes("inkling_text"), "passes position_bias to its attention: a learned bias on the scores"),
         (lambda: shapes("doge"), "computes a mask from its values"),
         (lambda: shapes("blt"), "is built from a configuration of a part of the model (BltLocalEncoderConfig)"),
-        (lambda: shapes("fuyu"), "is built from a configuration of a part of the model (PersimmonConfig)"),
         (lw_detr, "is built from a configuration of a part of the model (LwDetrViTConfig)"),
         (lambda: make_model("llama", "sink"), "already has a mechanism ('sink')"),
     ],
