@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         sequence_parallel,
         shard_sequence,
     )
-    from .ops import attention, attention_weights, count_visible_keys, decode_attention, explain
+    from .ops import attention, attention_varlen, attention_weights, count_visible_keys, decode_attention, explain
 
 __all__ = [
     "AffineScale",
@@ -35,6 +35,7 @@ __all__ = [
     "SelfAttention",
     "__version__",
     "attention",
+    "attention_varlen",
     "attention_weights",
     "commit_after_step",
     "commit_running_alpha",
@@ -46,7 +47,7 @@ __all__ = [
     "sequence_parallel",
     "shard_sequence",
 ]
-OPERATIONS = ("attention", "attention_weights", "count_visible_keys", "decode_attention", "explain")
+OPERATIONS = ("attention", "attention_varlen", "attention_weights", "count_visible_keys", "decode_attention", "explain")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,6 +143,61 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def creating_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path`, after all of its files were synced to disk, if the block succeeds.
+
+    Raises FileExistsError if `path` exists. If the block raises, nothing is left behind.
+    """
+    check_new_folder(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_folder(temporary)
+        check_new_folder(path)  # os.rename replaces an empty folder
+        os.rename(temporary, path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_new_folder(path: Path) -> None:
+    """Raises FileExistsError if the path exists, also as an empty folder or a broken link."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} already exists and is not overwritten; choose a new folder, or remove it")
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs a folder and the files in it to disk, and gives the files the permissions of the process's umask."""
+    for path in (*folder.iterdir(), folder):
+        if path.is_file():
+            path.chmod(0o666 & ~_umask())  # safetensors creates files that only their owner can read
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """fsync of a file, or of the entries of a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    """The umask of the process, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or its closest parent that exists: the folder whose disk it would be written to."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def write_text(path: Path, text: str) -> None:

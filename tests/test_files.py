@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from affine_attention.files import (
+    creating_folder,
     open_for_appending,
     read_bytes,
     read_json,
@@ -141,3 +142,27 @@ def test_an_incomplete_line_is_not_a_step(tmp_path):
     with pytest.raises(ValueError) as error:
         list(read_lines(path))
     assert "line 2" in str(error.value)
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "deep" / "folder"
+    with creating_folder(target) as folder:
+        (folder / "a.txt").write_text("a")
+        (folder / "a.txt").chmod(0o600)
+        assert not target.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["folder"]
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert stat.S_IMODE((target / "a.txt").stat().st_mode) == 0o666 & ~mask
+
+    with pytest.raises(FileExistsError, match="already exists"), creating_folder(target):
+        raise AssertionError("not reached")
+    with pytest.raises(KeyboardInterrupt), creating_folder(tmp_path / "other") as folder:
+        (folder / "b.txt").write_text("b")
+        raise KeyboardInterrupt
+    with pytest.raises(FileExistsError), creating_folder(tmp_path / "other") as folder:
+        (tmp_path / "other").mkdir()  # by another process
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "other"]
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(FileExistsError), creating_folder(tmp_path / "link"):
+        raise AssertionError("not reached")

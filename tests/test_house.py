@@ -143,7 +143,13 @@ def test_public_names_exist_and_are_in_the_api_reference(module, page):
 
 
 @pytest.mark.parametrize(
-    "name", ["affine_attention.ops.api", "affine_attention.nn.mechanism", "affine_attention.nn.attention"]
+    "name",
+    [
+        "affine_attention.ops.api",
+        "affine_attention.ops.varlen",
+        "affine_attention.nn.mechanism",
+        "affine_attention.nn.attention",
+    ],
 )
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(name)

@@ -13,7 +13,9 @@ from affine_attention.testing import (
     GRID,
     LAYOUTS,
     MAX_ERROR_RATIO,
+    MAX_ROW_ERROR_RATIO,
     Case,
+    accuracy,
     error_ratios,
     grid_cases,
     make_inputs,
@@ -82,6 +84,26 @@ def test_a_small_error_or_nan_is_caught(monkeypatch, name, factor):
 
     monkeypatch.setattr(testing, "run", wrong)
     assert not error_ratios(case)[name] <= MAX_ERROR_RATIO
+
+
+@pytest.mark.parametrize("shift", [1e-5, torch.nan])
+def test_one_wrong_row_among_many_is_caught_by_the_worst_row(monkeypatch, shift):
+    case = Case("affine", queries=1000, keys=1000, dtype=torch.float32)
+    norm, worst_row = accuracy(case)
+    assert norm["out"] <= MAX_ERROR_RATIO
+    assert worst_row["out"] <= MAX_ROW_ERROR_RATIO
+
+    def with_one_wrong_row(inputs, impl):
+        result = run(inputs, impl)
+        if impl != "reference":
+            result["out"][0, 1, 777] += shift
+        return result
+
+    monkeypatch.setattr(testing, "run", with_one_wrong_row)
+    norm, worst_row = accuracy(case)
+    assert not worst_row["out"] <= MAX_ROW_ERROR_RATIO
+    if shift < 1:
+        assert norm["out"] <= MAX_ERROR_RATIO  # the norm of the whole tensor hides the row
 
 
 def test_a_dropped_sink_is_caught_in_bf16(monkeypatch):

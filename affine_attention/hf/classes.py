@@ -18,8 +18,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..nn import AttentionMechanism, Mechanism
 from .callback import warn_if_never_committed
 from .composite import decoder_config, other_towers, set_implementations
+from .continuous_batching import open_manager
 from .installation import initialise_missing, install
-from .interface import IMPLEMENTATION, OPERATOR_IMPL, SLOT, own_implementation
+from .interface import IMPLEMENTATION, OPERATOR_IMPL, PAGED, SLOT, own_implementation
 from .masks import SEQUENCE_RANKS
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
@@ -203,6 +204,13 @@ class AffineModelMixin:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, with the attention of the mechanism; `generate_batch` and its server call it."""
+        Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
+        modules = [(name, m) for name, m in self.named_modules() if SLOT in m._modules]  # type: ignore[attr-defined]
+        make = super().init_continuous_batching  # type: ignore[misc]
+        return open_manager(self, make, PAGED, modules, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._notice_forgotten_commit()

@@ -2,5 +2,14 @@
 
 from .api import Choice, attention, attention_weights, count_visible_keys, explain
 from .decoding import decode_attention
+from .varlen import attention_varlen
 
-__all__ = ["Choice", "attention", "attention_weights", "count_visible_keys", "decode_attention", "explain"]
+__all__ = [
+    "Choice",
+    "attention",
+    "attention_varlen",
+    "attention_weights",
+    "count_visible_keys",
+    "decode_attention",
+    "explain",
+]

@@ -11,6 +11,8 @@ from ...files import write_text
 from . import tables
 from .cells import Cell, Row, Table
 from .claim_tables import claim_tables
+from .first_tokens import first_token_table
+from .gradient_windows import gradient_window_table
 from .groups import Group
 from .runs import made_table, perplexity_table, runs_table
 from .text import short, visible
@@ -28,7 +30,8 @@ def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> s
         ("The paper’s claims", claim_tables(groups)),
         ("Differences to softmax", [tables.delta_table(groups)]),
         ("Quality", [tables.table_1(groups), tables.table_2(groups), tables.table_3(groups)]),
-        ("Training", [tables.table_4(groups), tables.table_5(groups)]),
+        ("Training", [tables.table_4(groups), gradient_window_table(groups), tables.table_5(groups)]),
+        ("Attention", [first_token_table(groups)]),
         ("Perplexity", [perplexity_table(groups)]),
         ("What was run", [runs_table(groups), made_table(groups)]),
     ]

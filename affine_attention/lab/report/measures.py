@@ -18,6 +18,7 @@ from .groups import Group
 from .statistics import Estimate, difference, estimate
 from .text import short
 
+HELD_OUT = "Held-out loss"
 FINAL_SHARE, FINAL_LEAST = 0.02, 10  # the final loss is the mean of the last 2 % of the steps, at least ten
 
 
@@ -103,7 +104,7 @@ def average_error(run: Run, tasks: list[str]) -> float:
 def loss_measures(groups: list[Group]) -> list[Measure]:
     found = [
         Measure("Loss", final_loss, title="mean training loss of the last 2 % of the steps, at least ten"),
-        Measure("Held-out loss", heldout_loss, title="the same loss on held-out text, at the end of training"),
+        Measure(HELD_OUT, heldout_loss, title="the same loss on held-out text, at the end of training"),
     ]
     return [measure for measure in found if _is_measured(measure, groups)]
 
@@ -120,6 +121,39 @@ def perplexity_measures(groups: list[Group]) -> list[Measure]:
         )
         for name in names
     ]
+
+
+def log_perplexity_measures(groups: list[Group]) -> list[Measure]:
+    """ln of the word perplexity of each text, and their mean: differences of logarithms are ratios of perplexities."""
+    names = _names(groups, "perplexity")
+    found = [
+        Measure(
+            f"ln {name} word PPL",
+            partial(log_perplexity, names=(name,)),
+            digits=4,
+            title="logarithm of the perplexity per word: a difference of 0.01 is 1 %",
+        )
+        for name in names
+    ]
+    if len(names) > 1:
+        title = f"mean over {', '.join(short(name, 30) for name in names[:12])}"
+        read = partial(log_perplexity, names=tuple(names))
+        found.insert(0, Measure(f"ln word PPL, mean of {len(names)} texts", read, digits=4, title=title))
+    return found
+
+
+def log_perplexity(run: Run, names: tuple[str, ...]) -> float:
+    """Mean ln of the word perplexities; NaN if one was not measured."""
+    values = [perplexity(run, name, "word") for name in names]
+    return math.fsum(map(math.log, values)) / len(values) if all(value > 0 for value in values) else math.nan
+
+
+def quality_measures(groups: list[Group]) -> tuple[list[Measure], list[Measure]]:
+    """(the one measure of quality that is tested, further measures of the same runs)."""
+    losses, texts = loss_measures(groups), log_perplexity_measures(groups)
+    ranked = [*(m for m in losses if m.label == HELD_OUT), *texts[:1], *losses, *texts]
+    ordered = list({measure.label: measure for measure in ranked}.values())
+    return ordered[:1], ordered[1:]
 
 
 def paper_tasks(groups: list[Group]) -> list[str]:

@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from .first_tokens import uniform_share
 from .groups import Group, baseline_of
 from .histograms import histogram_views
-from .measures import EARLY, loss_measures, perplexity_measures, task_measures
+from .measures import EARLY
 from .series import Line, layer_lines, line_data, nanmean, probe_lines, rounded, step_lines
+from .settings import settings_of
+from .tables import delta_measures
 from .text import short
+from .verdicts import compare
 
 LATE = 7 / 9  # Fig. 10 shows steps 7,000 to 9,000 of 9,000
 INSPECT = "`affine inspect RUN`"
@@ -120,7 +124,7 @@ def _row_sums(groups: list[Group]) -> dict[str, Any]:
 def _first_token(groups: list[Group]) -> dict[str, Any]:
     return _figure(
         "figure-4", "line", "Figure 4: attention weight on the first token",
-        "High values mean that a layer uses the first token as an attention sink.",
+        "High values mean that a layer uses the first token as an attention sink." + _uniform_words(groups),
         [
             _view(name, "weight on first token", layer_lines(groups, "first_token", "mean", how=how))
             for name, how in (("mean of heads", "mean"), ("strongest head", "max"))
@@ -128,6 +132,13 @@ def _first_token(groups: list[Group]) -> dict[str, Any]:
         f"No run was inspected; {INSPECT} measures the first token's weight.",
         x="layer", whole=True, zero=True,
     )  # fmt: skip
+
+
+def _uniform_words(groups: list[Group]) -> str:
+    """A sentence about what uniform attention would put on the first token, if it is the same for all runs."""
+    shares = {uniform_share(run) for group in groups for run in group.runs}
+    known = {share for share in shares if not math.isnan(share)}
+    return f" Uniform attention would put {100 * known.pop():.2f} % there." if len(known) == 1 else ""
 
 
 def _heads(groups: list[Group]) -> dict[str, Any]:
@@ -237,20 +248,23 @@ def _speed(groups: list[Group]) -> dict[str, Any]:
 
 def _deltas(groups: list[Group]) -> dict[str, Any]:
     views = []
-    for measure in [*loss_measures(groups), *perplexity_measures(groups), *task_measures(groups)]:
+    settings = settings_of(groups)
+    for measure in delta_measures(groups):
         rows = []
         for index, group in enumerate(groups):
+            setting = next(each for each in settings if group in each.groups)
             baseline = baseline_of(group, groups)
-            delta = measure.delta(group, baseline) if baseline else None
-            if delta:
+            found = compare(measure, ("", group), ("", baseline), None, setting) if baseline else None
+            if found and (delta := found.decisive):
                 low, high = rounded(delta.interval) if delta.interval else (None, None)
                 rows.append({"group": index, "name": short(group.label), "mean": rounded([delta.mean])[0],
                              "low": low, "high": high, "seeds": delta.seeds})  # fmt: skip
-        settings = {"better": measure.better, "digits": measure.digits}
-        views.append({"name": measure.label, "x": f"Δ {measure.label}", "rows": rows, **settings})
+        shape = {"better": measure.better, "digits": measure.digits}
+        views.append({"name": measure.label, "x": f"Δ {measure.label}", "rows": rows, **shape})
     return _figure(
         "forest", "forest", "Differences to softmax",
-        "A dot is the mean difference over seeds, its line the 95 % interval; if it includes zero, it may be chance.",
+        "A dot is the mean difference over seeds, its line the 95 % interval of the tables below; if it includes zero, "
+        "the difference may be chance.",
         views,
         "There is no finished pair of softmax and another mechanism with the same recipe and settings. "
         "`affine train --mechanism softmax` makes the baseline.",

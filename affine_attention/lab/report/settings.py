@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...nn import PRESETS
 from .groups import Group
+from .measures import Measure
+from .pooled import Pool, pool
 from .text import short
 
 FAMILY = ("student", "student_changes")  # runs with another student are never compared
@@ -28,6 +30,13 @@ class Setting:
     groups: list[Group]
     student: str = ""
     label: str = ""
+    _pools: dict[str, Pool | None] = field(default_factory=dict, repr=False)
+
+    def pool(self, measure: Measure) -> Pool | None:
+        """The residual variance of a measure over all finished groups of the setting."""
+        if measure.label not in self._pools:
+            self._pools[measure.label] = pool([measure.by_seed(group) for group in self.groups if group.finished])
+        return self._pools[measure.label]
 
     @property
     def runs(self) -> int:

@@ -18,12 +18,20 @@ class Estimate:
     half_width: float | None
     seeds: int
     paired: bool = True
+    freedom: int = 0  # degrees of freedom of the interval
 
     @property
     def interval(self) -> tuple[float, float] | None:
         if self.half_width is None:
             return None
         return self.mean - self.half_width, self.mean + self.half_width
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p of the hypothesis that the true value is zero; None without an interval of some width."""
+        if not self.half_width:
+            return None
+        return 1 - _within(abs(self.mean) / self.half_width * t_quantile(self.freedom), self.freedom)
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -35,7 +43,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if len(finite) < 2:
         return Estimate(mean, None, 1)
     error = _standard_error(finite, mean)
-    return Estimate(mean, t_quantile(len(finite) - 1) * error, len(finite))
+    freedom = len(finite) - 1
+    return Estimate(mean, t_quantile(freedom) * error, len(finite), True, freedom)
 
 
 def difference(ours: Mapping[Any, float], baseline: Mapping[Any, float]) -> Estimate | None:
@@ -55,9 +64,19 @@ def difference(ours: Mapping[Any, float], baseline: Mapping[Any, float]) -> Esti
     b = _standard_error(list(baseline.values()), second.mean) ** 2
     if a + b == 0:
         return Estimate(gap, 0.0, seeds, paired=False)
-    freedom = (a + b) ** 2 / (a**2 / (first.seeds - 1) + b**2 / (second.seeds - 1))
     # Degrees of freedom are rounded down, so that the interval is slightly conservative.
-    return Estimate(gap, t_quantile(max(1, math.floor(freedom))) * math.sqrt(a + b), seeds, paired=False)
+    freedom = max(1, math.floor((a + b) ** 2 / (a**2 / (first.seeds - 1) + b**2 / (second.seeds - 1))))
+    return Estimate(gap, t_quantile(freedom) * math.sqrt(a + b), seeds, False, freedom)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p values: with a threshold of 0.05, any false positive in the family has a chance below 5 %."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
@@ -71,6 +90,16 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
     return (low + high) / 2
+
+
+def chi_squared_tail(value: float, freedom: int) -> float:
+    """P(chi² > value) for integer degrees of freedom: the finite sums of Abramowitz and Stegun 26.4.4 and 26.4.5."""
+    if value <= 0:
+        return 1.0
+    half, odd = value / 2, freedom % 2
+    exponents = [k + odd / 2 for k in range(freedom // 2)]
+    terms = [math.exp(exponent * math.log(half) - half - math.lgamma(exponent + 1)) for exponent in exponents]
+    return min(1.0, math.fsum(terms) + (math.erfc(math.sqrt(half)) if odd else 0.0))
 
 
 def _within(t: float, freedom: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from . import paper_numbers
 from .cells import Cell, Row, Table, blank, estimate_cell, mark_best, shown, text_cell
-from .groups import Group, baseline_of, omitted_settings
+from .groups import Group, omitted_settings
 from .measures import (
     EARLY,
     Measure,
@@ -18,11 +18,13 @@ from .measures import (
     loss_measures,
     paper_tasks,
     perplexity_measures,
+    quality_measures,
     spike_measures,
     task_measures,
 )
-from .statistics import Estimate
+from .settings import settings_of
 from .text import short
+from .verdicts import Comparison, compare
 
 GATED = ("gated", "affine_gated")
 SEEDS_NOTE = (
@@ -66,11 +68,11 @@ def _quality_table(
 ) -> Table:
     losses, perplexities, tasks = loss_measures(groups), perplexity_measures(groups), task_measures(groups)
     measures = [*losses, *perplexities, *tasks]
-    columns = [*_head_columns(groups), "Δ params (M)", *(measure.label for measure in measures)]
+    columns = [*head_columns(groups), "Δ params (M)", *(measure.label for measure in measures)]
     rows: list[Row] = []
     for recipe in dict.fromkeys(group.recipe_name for group in groups):
         mine = [group for group in groups if group.recipe_name == recipe]
-        block = [[*_head_cells(group, groups), _parameter_cell(group, groups)] for group in mine]
+        block = [[*head_cells(group, groups), _parameter_cell(group, groups)] for group in mine]
         for measure in measures:
             cells = [estimate_cell(measure.of(group), measure.digits, measure.error_of(group)) for group in mine]
             _mark_best(cells, mine, measure)
@@ -91,36 +93,43 @@ def _quality_table(
 
 def delta_table(groups: list[Group]) -> Table:
     """Every measure of every mechanism minus that of the baseline."""
-    measures = [*loss_measures(groups), *perplexity_measures(groups), *task_measures(groups)]
+    measures = delta_measures(groups)
     rows, without = [], []
-    for group in groups:
-        if group.is_baseline:
-            continue
-        baseline = baseline_of(group, groups)
-        if baseline is None:
-            without.append(short(group.label, 60))
-            continue
-        found = [measure.delta(group, baseline) for measure in measures]
-        if any(found):
-            cells = [_delta_cell(delta, measure) for delta, measure in zip(found, measures, strict=True)]
-            rows.append(Row([*_head_cells(group, groups), *cells]))
+    for setting in settings_of(groups):
+        baseline = next((group for group in setting.groups if group.is_baseline), None)
+        for group in setting.groups:
+            if group.is_baseline:
+                continue
+            if baseline is None:
+                without.append(short(group.label, 60))
+                continue
+            found = [compare(measure, ("", group), ("", baseline), None, setting) for measure in measures]
+            if any(each.delta for each in found):
+                rows.append(Row([*head_cells(group, groups), *(_delta_cell(each) for each in found)]))
     notes = [
-        "Differences are computed per seed, then averaged; ± is half of the 95 % interval of that mean. The interval "
-        "of a marked cell excludes zero. With one seed there is no interval, and a difference may be noise."
+        "Differences are computed per seed, then averaged; ± is half of the 95 % interval with the error term of the "
+        "setting, or of the pair where variances differ. The interval of a marked cell excludes zero, without a "
+        "correction for the number of cells. With one seed there is no interval, and a difference may be noise."
     ]
     if without:
         notes.append(f"No softmax run with the same recipe and settings for: {', '.join(without)}.")
     return Table(
         "deltas",
         "Differences to softmax in numbers",
-        "Each mechanism minus the softmax baseline of the same recipe, paired by seed.",
-        [*_head_columns(groups), *(f"Δ {measure.label}" for measure in measures)],
+        "Each mechanism minus the softmax baseline of the same recipe, paired by seed; perplexities as logarithms.",
+        [*head_columns(groups), *(f"Δ {measure.label}" for measure in measures)],
         rows,
         notes,
         {f"Δ {m.label}": f"{m.title}; {m.better} is better".removeprefix("; ") for m in measures},
         "There is no finished pair of softmax and another mechanism with the same recipe and settings. "
         "`affine train --mechanism softmax` makes the baseline.",
     )
+
+
+def delta_measures(groups: list[Group]) -> list[Measure]:
+    """What is compared with softmax: losses, logarithms of perplexities and accuracies."""
+    tested, same_runs = quality_measures(groups)
+    return [*tested, *same_runs, *task_measures(groups)]
 
 
 def table_3(groups: list[Group]) -> Table:
@@ -132,17 +141,17 @@ def table_3(groups: list[Group]) -> Table:
     rows = []
     for group in chosen if both else ():
         cells = [estimate_cell(measure.of(group), measure.digits, measure.error_of(group)) for measure in measures]
-        rows.append(Row([*_head_cells(group, groups), text_cell(group.mechanism["activation"]), *cells]))
+        rows.append(Row([*head_cells(group, groups), text_cell(group.mechanism["activation"]), *cells]))
     if rows and any(group.paper_size == "1B" for group in chosen):
         for activation, average in paper_numbers.TABLE_3.items():
             cells = [Cell(shown(average, 1)) if measure.label == "Avg." else blank() for measure in measures]
-            head = [text_cell("paper: Affine-Scaled, 1B"), *(blank() for _ in _head_columns(groups)[1:])]
+            head = [text_cell("paper: Affine-Scaled, 1B"), *(blank() for _ in head_columns(groups)[1:])]
             rows.append(Row([*head, text_cell(activation), *cells], "paper"))
     return Table(
         "table-3",
         "Table 3: activation of α",
         "Sigmoid versus linear clipping as φ in α = φ(W_a x).",
-        [*_head_columns(groups), "Activation", *(measure.label for measure in measures)],
+        [*head_columns(groups), "Activation", *(measure.label for measure in measures)],
         rows,
         [],
         {measure.label: measure.title for measure in measures},
@@ -182,7 +191,7 @@ def _gradient_table(
     rows = []
     for recipe in dict.fromkeys(group.recipe_name for group in having):
         mine = [group for group in having if group.recipe_name == recipe]
-        block = [_head_cells(group, groups) for group in mine]
+        block = [head_cells(group, groups) for group in mine]
         for measure in measures:
             cells = [estimate_cell(measure.of(group), measure.digits) for group in mine]
             _mark_best(cells, mine, measure)
@@ -199,7 +208,7 @@ def _gradient_table(
         whose = "every run here" if len(brief) == len(having) else ", ".join(brief)
         notes.append(f"Fewer than {EARLY} steps in {whose}: all available steps were counted.")
     return Table(
-        key, title, caption, [*_head_columns(groups), *(measure.label for measure in measures)], rows, notes,
+        key, title, caption, [*head_columns(groups), *(measure.label for measure in measures)], rows, notes,
         {measure.label: measure.title for measure in measures},
         "No run has gradient norms in its log yet; `affine train` writes them.",
     )  # fmt: skip
@@ -235,14 +244,14 @@ def paper_table(key: str) -> Table:
     return Table(f"paper-{key}", f"{number} of the paper", words, columns, rows)
 
 
-def _head_columns(groups: list[Group]) -> list[str]:
+def head_columns(groups: list[Group]) -> list[str]:
     several = len({group.recipe_name for group in groups}) > 1
     return ["Mechanism", *(["Recipe"] if several else []), "Seeds"]
 
 
-def _head_cells(group: Group, groups: list[Group]) -> list[Cell]:
+def head_cells(group: Group, groups: list[Group]) -> list[Cell]:
     head = [text_cell(group.method)]
-    if "Recipe" in _head_columns(groups):
+    if "Recipe" in head_columns(groups):
         head.append(text_cell(group.recipe_name))
     seeds = len({run.seeds for run in counted(group)})
     waiting = [run.status for run in group.runs if not run.finished]
@@ -256,13 +265,15 @@ def _parameter_cell(group: Group, groups: list[Group]) -> Cell:
     return blank() if math.isnan(extra) else Cell(shown(extra / 1e6, 3), title=f"{extra:,.0f} parameters", value=extra)
 
 
-def _delta_cell(delta: Estimate | None, measure: Measure) -> Cell:
-    cell = estimate_cell(delta, measure.digits, sign=True)
+def _delta_cell(found: Comparison) -> Cell:
+    delta = found.decisive
+    cell = estimate_cell(delta, found.measure.digits, sign=True)
     if delta is None:
         return cell
-    cell.title = f"{cell.title}; {'paired by seed' if delta.paired else 'no shared seeds: difference of two means'}"
+    how = "paired by seed" if delta.paired else "no shared seeds: difference of two means"
+    cell.title = f"{cell.title}; {how}; {'pooled error' if found.pooled else 'error of the pair'}"
     if delta.interval and not delta.interval[0] <= 0 <= delta.interval[1]:
-        cell.kind = "better" if (delta.mean < 0) == (measure.better == "lower") else "worse"
+        cell.kind = "better" if (delta.mean < 0) == (found.measure.better == "lower") else "worse"
     return cell
 
 
@@ -278,7 +289,7 @@ def _same_setting(groups: list[Group], results: Sequence) -> list:
 
 
 def _paper_head(method: str, recipe: str, groups: list[Group]) -> list[Cell]:
-    middle = [text_cell(recipe)] if "Recipe" in _head_columns(groups) else []
+    middle = [text_cell(recipe)] if "Recipe" in head_columns(groups) else []
     return [text_cell(f"paper: {method}"), *middle, Cell("–", title="the paper gives no number of seeds")]
 
 

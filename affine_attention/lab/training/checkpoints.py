@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...files import open_regular, plain_numbers, read_json
+from ...files import existing_parent, open_regular, plain_numbers, read_json, sync
 from ..machine import now
 from .tensorfile import Written, write_bytes, write_tensors
 
@@ -220,7 +220,7 @@ def remove_temporary_folders(folder: Path) -> list[str]:
 
 def check_disk_space(folder: Path, needed: int, what: str) -> None:
     """Raises OSError if the disk of the folder has less than `needed` bytes free."""
-    free = shutil.disk_usage(_existing(folder)).free
+    free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed:
         raise OSError(
             f"the disk of {folder} has {free:,} bytes free, but {what} need {needed:,}; free some space, choose "
@@ -229,11 +229,7 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
 
 
 def _free_bytes(folder: Path) -> str:
-    return f"{shutil.disk_usage(_existing(folder)).free:,} bytes free on its disk"
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return f"{shutil.disk_usage(existing_parent(folder)).free:,} bytes free on its disk"
 
 
 def _hash_file(path: Path, from_disk: bool = False) -> Written:
@@ -246,12 +242,3 @@ def _hash_file(path: Path, from_disk: bool = False) -> Written:
             digest.update(block)
             size += len(block)
     return Written(digest.hexdigest(), size)
-
-
-def sync(path: Path) -> None:
-    """fsync of a file, or of the entries of a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

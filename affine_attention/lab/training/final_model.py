@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...files import sync, sync_folder
 from ..run import RunFolder
-from .checkpoints import sync, temporary_name
+from .checkpoints import temporary_name
 from .state import whole_on_cpu
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ def save_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
             temporary.mkdir()
             model.save_pretrained(temporary, state_dict=state)
             tokenizer.save_pretrained(temporary)
-            for path in (*temporary.iterdir(), temporary):
-                if path.is_file():
-                    path.chmod(0o666 & ~_umask())  # safetensors creates files that only their owner can read
-                sync(path)
+            sync_folder(temporary)
             if run.model.is_dir():  # not for a pipe, which would block
                 shutil.rmtree(run.model)
             os.rename(temporary, run.model)
@@ -46,13 +44,6 @@ def save_model(trainer: DistillTrainer, run: RunFolder, tokenizer: Any) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
         run.add_event("finish", step=trainer.state.global_step, seconds=round(trainer.watch.seconds, 3))
     trainer.accelerator.wait_for_everyone()
-
-
-def _umask() -> int:
-    """The umask of the process, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _is_sharded(model: nn.Module) -> bool:

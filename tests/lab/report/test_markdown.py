@@ -21,6 +21,9 @@ KEYS = {
     "Table 1: mechanisms compared": "table-1",
     "Table 2: with an output gate": "table-2",
     "Table 4: gradient norm, steps 0–500": "table-4",
+    "Gradient norm by window of steps": "gradient-windows",
+    "Weight on the first token, beside uniform attention": "first-tokens",
+    "What these runs can show": "power",
     "Table 5: spikes of the gradient norm, steps 0–500": "table-5",
     "Perplexity per token, word and byte": "perplexity",
     "The runs": "runs",
@@ -55,8 +58,8 @@ def test_the_tables_are_those_of_the_page(runs):
 def test_the_text_is_the_same_each_time_and_holds_no_date(runs):
     assert markdown(group_runs(runs)) == markdown(group_runs(runs))
     sections = re.findall(r"^## (.*)", markdown(group_runs(runs)), flags=re.MULTILINE)
-    assert sections == ["The paper’s claims", "Differences to softmax", "Quality", "Training", "Perplexity",
-                        "What was run"]  # fmt: skip
+    assert sections == ["The paper’s claims", "Differences to softmax", "Quality", "Training", "Attention",
+                        "Perplexity", "What was run"]  # fmt: skip
 
 
 def test_bold_sides_and_details():

@@ -44,10 +44,10 @@ def test_readings_of_the_formula_are_compared_with_the_plain_mechanism(tmp_path)
         for seed in range(3):
             mechanism = Mechanism.named("affine", **{"bias_length": 256, **changes})
             folder = make_run(tmp_path / f"{key}-{seed}", mechanism, seed, steps=12)
-            folders.append(set_loss(folder, loss + 2 * WOBBLE[seed]))
+            folders.append(set_perplexity(folder, math.exp(loss + 2 * WOBBLE[seed])))
     found = asked(folders)["question-variants"]
-    assert found["affine (bias_length=visible) − affine", "Loss", ""].verdict == HOLDS
-    assert found["affine (running_alpha_start=0.5) − affine", "Loss", ""].verdict == FAILS
+    assert found["affine (bias_length=visible) − affine", "ln c4 word PPL", ""].verdict == HOLDS
+    assert found["affine (running_alpha_start=0.5) − affine", "ln c4 word PPL", ""].verdict == FAILS
     sigmoid = Mechanism.named("affine", bias_length=256, activation="sigmoid")
     folders.append(make_run(tmp_path / "sigmoid", sigmoid, steps=12))
     assert not [key for key in asked(folders)["question-variants"] if "sigmoid" in key[0]], "that is a claim"
@@ -58,7 +58,7 @@ def test_distillation_against_text_is_a_difference_of_differences(tmp_path):
                                                                                teacher="teacher")  # fmt: skip
     folders += make_pair(tmp_path / "ce", -0.02, level=4.0)
     found = asked(folders)["question-settings"]
-    assert found["affine − softmax", "c4 word PPL", "no teacher"].verdict == HOLDS
+    assert found["affine − softmax", "ln c4 word PPL", "no teacher"].verdict == HOLDS
     key = "(affine − softmax here) − (in the main setting)"
     assert found[key, "ln c4 word PPL", "no teacher"].delta.mean == pytest.approx(0.08)
     assert found[key, "ln c4 word PPL", "no teacher"].verdict == ""
@@ -69,7 +69,7 @@ def test_learning_rates_have_a_table_and_the_best_of_each_is_compared(tmp_path):
     folders = make_pair(tmp_path / "one", -0.1, level=3.0)
     folders += make_pair(tmp_path / "two", +0.3, level=2.8, learning_rate=0.002)
     found = asked(folders)["question-settings"]
-    assert found["affine − softmax", "Loss", "learning_rate=0.002"].verdict == FAILS
+    assert found["affine − softmax", "ln c4 word PPL", "learning_rate=0.002"].verdict == FAILS
     moved = found["(affine − softmax here) − (in the main setting)", "Loss", "learning_rate=0.002"]
     assert moved.delta.mean == pytest.approx(0.4)
     best = found["affine at 0.001 − softmax at 0.002", "Loss", "each at its best rate"]
@@ -77,14 +77,18 @@ def test_learning_rates_have_a_table_and_the_best_of_each_is_compared(tmp_path):
     swept = {each.mechanism: each for each in rates(group_runs(load_runs(folders)))}
     assert {name: each.best for name, each in swept.items()} == {"softmax": 0.002, "affine": 0.001}
     (said,) = signs(list(swept.values()))
-    gaps = [math.exp(3.0) * (math.exp(-0.1) - 1), math.exp(2.8) * (math.exp(0.3) - 1)]
+    gaps = [-0.1, 0.3]
     assert said.startswith("affine − softmax changes sign with the learning rate (means): −")
     assert [float(x.replace("−", "-")) for x in re.findall(r"[+−][\d.]+(?= at)", said)] == pytest.approx(gaps, abs=0.01)
     page = Page(render(load_runs(folders)))
     assert said in page.text
     assert page.tables["question-rates"][0] == ["Mechanism", "0.001", "0.002", "Best rate"]
     assert page.cell("question-rates", "softmax", "Best rate") == "0.002"
-    assert page.cell("question-rates", "softmax", "0.002").startswith(f"{math.exp(2.8):.2f}")
+    assert page.cell("question-rates", "softmax", "0.002").startswith("2.8000")
+    assert page.tables["question-stability"][0][:3] == ["Learning rate", "Mechanism", "ln c4 word PPL"]
+    assert [row[:2] for row in page.tables["question-stability"][1:]] == [
+        ["0.001", "softmax"], ["0.001", "affine"], ["0.002", "softmax"], ["0.002", "affine"],
+    ]  # fmt: skip
     assert "The main setting, in which the claims above are tested: learning_rate=0.001." in page.text
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from affine_attention.lab.report.statistics import difference, estimate, t_quantile
+from affine_attention.lab.report.statistics import chi_squared_tail, difference, estimate, holm, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,30 @@ def test_one_seed_on_each_side_is_a_difference_without_interval():
 
 def test_equal_values_have_an_interval_of_width_zero():
     assert difference({0: 1.0, 1: 1.0}, {2: 1.0, 3: 1.0}).half_width == 0.0
+
+
+def test_p_values_agree_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    values = [0.3, 0.5, 0.1, 0.4]
+    assert estimate(values).p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    ours, other = {0: 1.0, 1: 1.4, 2: 1.1}, {7: 0.2, 8: 0.3, 9: 0.1}
+    found = difference(ours, other)
+    direct = 2 * stats.t.sf(found.mean / (found.half_width / stats.t.ppf(0.975, found.freedom)), found.freedom)
+    assert found.p == pytest.approx(direct)
+    assert estimate([3.0]).p is None
+    assert estimate([3.0, 3.0]).p is None, "an interval without width"
+
+
+def test_the_tail_of_chi_squared_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in (1, 2, 3, 4, 7, 10):
+        for value in (0.01, 0.5, 3.0, 20.0, 90.0):
+            assert chi_squared_tail(value, freedom) == pytest.approx(stats.chi2.sf(value, freedom), rel=1e-9)
+    assert chi_squared_tail(0.0, 3) == 1.0
+
+
+def test_holms_correction_is_that_of_his_example():
+    # Holm (1979): the smallest is multiplied by n, the next by n - 1, and the order is kept.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -1,0 +1,1 @@
+"""Experiments whose designs were written before their runs; README.md lists them."""
