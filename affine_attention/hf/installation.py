@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, initialization
 
 from ..nn import AttentionMechanism, Mechanism
@@ -39,8 +40,15 @@ def check_start(mechanism: Mechanism, start: str) -> None:
 
 
 def check_identity(sites: list[Site]) -> None:
-    """Raises where a norm between the gates and the output projection removes the factor of a gate."""
+    """Raises where a factor of the output projection cannot compensate the gates."""
     for site in sites:
+        weight: Any = site.out_proj.weight
+        if type(weight) not in (nn.Parameter, Tensor, DTensor):
+            raise ValueError(
+                f'start="identity" does not work for {type(site.module).__name__}: it scales output projections, and '
+                f'{site.name} has one in a format of its own ({type(weight).__name__}); use start="fresh", or attach '
+                "before the weights are quantised"
+            )
         for name in INNER_NORMS:
             if hasattr(site.module, name):
                 raise ValueError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
 
 from affine_attention import Mechanism
-from affine_attention.hf import WeightsNotice, attach, detach
+from affine_attention.hf import BiasLengthNotice, WeightsNotice, attach, detach
 from affine_attention.nn import PRESETS
 
 from .models import EVERY_CASE, FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
@@ -199,3 +200,13 @@ def test_bias_length_keys_trains_but_rejects_a_cache():
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="cannot generate"):
         model(tokens[:, :1], past_key_values=cache)
+
+
+def test_a_preset_says_where_its_divisor_is_longer_than_the_model():
+    with pytest.warns(BiasLengthNotice, match=r"N = 2048, and the sequences of this model have at most 512 tokens"):
+        attach(plain_model(), "affine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BiasLengthNotice)
+        attach(plain_model(), "gated")  # no bias
+        attach(plain_model(), Mechanism.named("affine"))  # chosen on purpose
+        attach(plain_model(max_position_embeddings=2048), "affine")
