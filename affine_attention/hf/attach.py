@@ -92,13 +92,14 @@ def detach(model: ModelT) -> ModelT:
     config: Any = model.config
     mechanism = Mechanism.from_dict(config.affine_attention["mechanism"])
     identity = config.affine_attention["start"] == "identity"
+    scaled: set[int] = set()
     for module in model.modules():
         remove_hooks(module)
         if isinstance(getattr(module, SLOT, None), AttentionMechanism):
             delattr(module, SLOT)
             module.__dict__.pop("affine_carried", None)
             if identity:
-                scale_out_proj(module, mechanism, undo=True)
+                scale_out_proj(module, mechanism, scaled, undo=True)
     for key, hook in list(model._state_dict_pre_hooks.items()):
         if hook is refuse_part:
             del model._state_dict_pre_hooks[key]

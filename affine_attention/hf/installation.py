@@ -65,6 +65,7 @@ def check_identity(sites: list[Site]) -> None:
 def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
     """Adds the modules and hooks of a mechanism to a model whose class and configuration are already set."""
     sites = find_sites(model)
+    scaled: set[int] = set()
     for site in sites:
         like: Any = site.out_proj.weight
         layer = AttentionMechanism(
@@ -74,7 +75,7 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             with torch.no_grad():
                 for each in layer.starts(identity=True):
                     each.fill()
-            scale_out_proj(site.module, mechanism)
+            scale_out_proj(site.module, mechanism, scaled)
         layer.train(site.module.training)
         setattr(site.module, SLOT, layer)
         around = model.get_submodule(site.name.rpartition(".")[0])
@@ -119,20 +120,23 @@ def identity_factor(mechanism: Mechanism) -> float:
 
 
 @torch.no_grad()
-def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) -> None:
+def scale_out_proj(module: nn.Module, mechanism: Mechanism, scaled: set[int], undo: bool = False) -> None:
     """Compensates what zero gates do to the output: multiplies the output projection by 2 for alpha = 0.5, and so on.
 
-    Powers of 2 are exact in every dtype.
+    Powers of 2 are exact in every dtype. `scaled` holds the ids of the weights that the caller has scaled already:
+    layers may share one (zamba).
     """
     factor = identity_factor(mechanism)
     out_proj = next(
         getattr(module, last) for first, last in PROJECTIONS if hasattr(module, first) and hasattr(module, last)
     )
-    out_proj.weight.mul_(1 / factor if undo else factor)
+    if id(out_proj.weight) not in scaled:
+        scaled.add(id(out_proj.weight))
+        out_proj.weight.mul_(1 / factor if undo else factor)
 
 
 @torch.no_grad()
-def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str) -> None:
+def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str, scaled: set[int]) -> None:
     """Initialises the tensors of one layer that were not loaded; transformers marks those that were."""
     scale = layer.scale
     parameters = list(layer.parameters())
@@ -154,4 +158,4 @@ def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str)
         else:
             initialization.constant_(each.tensor, each.mean)
     if start == "identity" and parameters and not any(loaded):
-        scale_out_proj(module, layer.mechanism)  # the checkpoint is that of a plain model
+        scale_out_proj(module, layer.mechanism, scaled)  # the checkpoint is that of a plain model

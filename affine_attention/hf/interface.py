@@ -135,7 +135,8 @@ def affine_attention(
     if layer is None or affine_hidden is None:
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
-            "without one; call affine_attention.hf.attach(model, mechanism)"
+            "without one; call affine_attention.hf.attach(model, mechanism), and leave out encoder_hidden_states: "
+            "cross-attention gets no mechanism"
         )
     if dropout:
         raise ValueError(

@@ -210,3 +210,15 @@ def test_a_preset_says_where_its_divisor_is_longer_than_the_model():
         attach(plain_model(), "gated")  # no bias
         attach(plain_model(), Mechanism.named("affine"))  # chosen on purpose
         attach(plain_model(max_position_embeddings=2048), "affine")
+
+
+def test_identity_start_scales_a_weight_that_layers_share_once():
+    """As in zamba, whose attention modules are several and their weights one."""
+    plain = plain_model()
+    first, second = (layer.self_attn for layer in plain.model.layers)
+    second.o_proj.weight = first.o_proj.weight
+    expected, before = plain(make_tokens()).logits, first.o_proj.weight.clone()
+    model = attach(plain, "affine_gated", start="identity")
+    assert torch.equal(model(make_tokens()).logits, expected)
+    detach(model)
+    assert torch.equal(first.o_proj.weight, before)
