@@ -135,7 +135,8 @@ def affine_attention(
     if layer is None or affine_hidden is None:
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
-            "without one; call affine_attention.hf.attach(model, mechanism)"
+            "without one; call affine_attention.hf.attach(model, mechanism), and leave out encoder_hidden_states: "
+            "cross-attention gets no mechanism"
         )
     if dropout:
         raise ValueError(
@@ -264,6 +265,8 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]  # Qwen2-VL and its like: text, time, height, width
     if position_ids is not None and given.get("attention_mask") is None and given.get("past_key_values") is None:
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
