@@ -9,6 +9,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
 import shlex
@@ -68,6 +69,11 @@ def check_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, w
             at = rest.index("-m")
             assert rest[at + 1] == "affine_attention"
             check_affine(rest[at + 2 :], monkeypatch)
+        case ["transformers", "serve", _, *rest]:  # tests/hf/test_serving.py runs it
+            from transformers.cli.serve import Serve
+
+            options = [word.removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")]
+            assert set(options) <= set(inspect.signature(Serve).parameters)
         case ["python", "-m", module, *rest]:
             check_module(module, rest if whole else None, monkeypatch)
         case _:

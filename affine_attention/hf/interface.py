@@ -302,6 +302,7 @@ def check_implementation(config: Any) -> None:
 
 def own_implementation(name: Any) -> str:
     """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    given = name
     if isinstance(name, str):
         name = name.removeprefix("paged|")  # continuous batching switches by itself
     if name is None or name in OPERATOR_IMPL or name == PAGED:
@@ -312,7 +313,7 @@ def own_implementation(name: Any) -> str:
         return f"{IMPLEMENTATION}_composed"
     if isinstance(name, str) and "flash" in name and "|" not in name:
         return f"{IMPLEMENTATION}_fused"
-    raise ValueError(_unknown_implementation(name))
+    raise ValueError(_unknown_implementation(given))
 
 
 def _unknown_implementation(name: Any) -> str:
