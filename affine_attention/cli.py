@@ -121,7 +121,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
+        _say(
+            describe_run(
+                built.located(folder), ranks=built.sequence_parallel if options.ranks is None else options.ranks
+            )
+        )
         return 0
     from .lab.training import train
 

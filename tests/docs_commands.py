@@ -100,6 +100,8 @@ def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["affine"])
         words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
         Path("docs").mkdir(exist_ok=True)
+    elif options.command == "publish":
+        words = [words[0], tiny_run(), *words[2:]]
     elif options.command in ("evaluate", "inspect"):
         words = [words[0], tiny_run(), "--device", "cpu", *small_options(words[1:])]
     elif options.command == "cache":
