@@ -1,4 +1,4 @@
-"""Weight on the first token beside what uniform attention would put there, and the sink rate of Gu et al."""
+"""Weight on the first token, what uniform attention would put there, and the sink rate of Gu et al."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def first_token_table(groups: list[Group]) -> Table:
         )
     return Table(
         "first-tokens",
-        "Weight on the first token, beside uniform attention",
+        "Weight on the first token, next to uniform attention",
         "Mean over layers, heads and queries; a share is a sink only if it exceeds what uniform attention puts there.",
         [*head_columns(groups), "w", "Softmax part", "Uniform attention", "Softmax part / uniform", STRONGEST.label,
          SINK_RATE.label],
