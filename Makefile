@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack sanitize wheel clean
+.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack sanitize hub-kernel wheel clean
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
@@ -53,6 +53,10 @@ attack: $(READY)
 # Needs a CUDA GPU and NVIDIA's compute-sanitizer.
 sanitize: $(READY)
 	$(RUN) -m tests.ops.fused.sanitize --tools memcheck racecheck initcheck
+
+# The operator as a kernel repository for the package `kernels` (flash-attention's functions), into build/hub-kernel.
+hub-kernel: $(READY)
+	$(RUN) -m affine_attention.hub_kernel build/hub-kernel
 
 wheel: $(READY)
 	$(RUN) -m build --wheel --no-isolation

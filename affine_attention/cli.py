@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.setLogRecordFactory(_VisibleRecord)
     warnings.formatwarning = lambda *given, **more: printable(warning(*given, **more))
     try:
-        if options.command in ("study", "convert", "evaluate", "inspect"):
+        if options.command in ("study", "convert", "evaluate", "inspect", "publish"):
             _quiet_transformers()
         return options.run(options) or 0
     except KeyboardInterrupt:
@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_inspect,
         _add_report,
         _add_compare,
+        _add_publish,
         _add_gradients,
         _add_tune,
         _add_cache,
@@ -120,7 +121,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built, ranks=1 if options.ranks is None else options.ranks))
+        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
         return 0
     from .lab.training import train
 
@@ -260,6 +261,20 @@ def _compare(options: argparse.Namespace) -> int:
     from .lab.report import compare_runs
 
     _say(compare_runs(options.runs))
+    return 0
+
+
+def _add_publish(commands: Any) -> None:
+    parser = _command(commands, "publish", "write a model folder with a model card for the Hugging Face Hub", _publish)
+    parser.add_argument("folder", type=_path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="new folder for the model")
+    parser.add_argument("--license", required=True, help="identifier on the Hub, such as apache-2.0 or cc-by-4.0")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from .lab.publication import publish
+
+    _say(publish(options.folder, options.out, license=options.license))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Recipes as functions of the mechanism: the paper's three, one for a single GPU and one for a laptop."""
+"""Recipes as functions of the mechanism: the paper's three, smaller ones, and conversions of pretrained models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .lab.recipe import Recipe
+from .lab.recipe import BESIDE, ORIGINAL, Recipe
 from .messages import did_you_mean
 from .nn import Mechanism
 from .nn.mechanism import as_mechanism
 
 EMBEDDED_TEXT = "embedded:gutenberg"  # children's prose, included in the package
+STUDY_TEACHER = f"{BESIDE}../teacher/model"  # the model that a study trains first, relative to the folder of a run
 
 
 def paper_0_5b(mechanism: Mechanism | str = "affine") -> Recipe:
@@ -92,6 +93,45 @@ def tiny_cpu(mechanism: Mechanism | str = "affine") -> Recipe:
     )
 
 
+def convert_gpu(mechanism: Mechanism | str = "affine") -> Recipe:
+    """A pretrained model goes on training with a mechanism, distilled from its original; set student and data."""
+    return _convert(
+        mechanism,
+        name="convert_gpu",
+        student="HuggingFaceTB/SmolLM2-135M",
+        sequence_length=1024,
+        global_batch=64,
+        device_batch=16,
+        steps=580,  # 38M tokens
+        warmup_steps=58,
+        decay_steps=116,
+        learning_rate=3e-4,  # below the rate of a start from random weights, which would undo the pretraining
+        dtype="bfloat16",
+        save_every=200,
+        probe_every=20,
+        pressure_window=128,
+    )
+
+
+def convert_cpu(mechanism: Mechanism | str = "affine") -> Recipe:
+    """The same in a minute on two cores: `affine study` trains a tiny softmax model first and converts it."""
+    return _convert(
+        mechanism,
+        name="convert_cpu",
+        student=STUDY_TEACHER,
+        heldout=0.05,
+        sequence_length=128,
+        global_batch=16,
+        steps=100,
+        warmup_steps=10,
+        decay_steps=20,
+        learning_rate=1e-3,
+        save_every=50,
+        probe_every=10,
+        pressure_window=32,
+    )
+
+
 def tiny_teacher() -> Recipe:
     """The default teacher of `tiny_cpu`: softmax, twice as wide, trained with plain cross-entropy."""
     return dataclasses.replace(
@@ -115,11 +155,16 @@ def small_teacher() -> Recipe:
     )
 
 
-# The teachers that a study trains first if no teacher is given.
-TEACHERS: dict[str, Callable[[], Recipe]] = {"tiny_cpu": tiny_teacher, "small_gpu": small_teacher}
+# The models that a study trains first: the teacher if none is given, and the checkpoint that `convert_cpu` converts.
+TEACHERS: dict[str, Callable[[], Recipe]] = {
+    "tiny_cpu": tiny_teacher,
+    "small_gpu": small_teacher,
+    "convert_cpu": tiny_teacher,
+}
 
 RECIPES: dict[str, Callable[[Mechanism | str], Recipe]] = {
-    function.__name__: function for function in (tiny_cpu, small_gpu, paper_0_5b, paper_1b, paper_3b)
+    function.__name__: function
+    for function in (tiny_cpu, small_gpu, convert_cpu, convert_gpu, paper_0_5b, paper_1b, paper_3b)
 }
 
 
@@ -136,7 +181,9 @@ def recipe(name: str, mechanism: Mechanism | str = "affine", settings: Mapping[s
 
 
 def with_training_length(recipe: Recipe) -> Recipe:
-    """The recipe with N of Eq. 8 set to its sequence length."""
+    """The recipe with N of Eq. 8 set to its sequence length; a preset whose N is a word ("visible") keeps it."""
+    if isinstance(recipe.mechanism.bias_length, str):
+        return recipe
     mechanism = dataclasses.replace(recipe.mechanism, bias_length=recipe.sequence_length)
     return dataclasses.replace(recipe, mechanism=mechanism)
 
@@ -162,6 +209,11 @@ def _paper(mechanism: Mechanism | str, **settings: Any) -> Recipe:
         probe_every=50,
         **settings,
     )
+
+
+def _convert(mechanism: Mechanism | str, **settings: Any) -> Recipe:
+    """The settings that recipes share which start from a checkpoint: `attach` keeps its outputs where it can."""
+    return _build(mechanism, teacher=ORIGINAL, data=(EMBEDDED_TEXT,), weight_decay=0.1, **settings)
 
 
 def _build(mechanism: Mechanism | str, **settings: Any) -> Recipe:

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "affine_attention/ops/README.md", "benchmarks/results/*.md",
-           "studies/smollm2/README.md", "LICENSE")  # fmt: skip
+           "studies/smollm2/README.md", "studies/experiments/*.md", "LICENSE")  # fmt: skip
 LINK = re.compile(r"(?<!\\)(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 

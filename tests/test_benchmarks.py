@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import accuracy, attention, loop, readme
+from benchmarks import accuracy, attention, loop, readme, worst_row
 from benchmarks.loop_calls import python_calls
 from benchmarks.loop_timing import Case, build, take_turns, wall_seconds
 from benchmarks.measure import median_seconds, peak_memory
@@ -49,6 +49,42 @@ def test_accuracy_benchmark_writes_its_table(tmp_path, monkeypatch):
     accuracy.main()
     (file,) = tmp_path.iterdir()
     assert "| float32 | grad_query | 2 |" in file.read_text()
+
+
+@pytest.mark.parametrize("mechanism", attention.MECHANISMS)
+def test_the_blockwise_truth_is_the_reference(mechanism):
+    from affine_attention.testing import Inputs, run_oracle
+
+    bench = attention.Bench(attention.Shape("", 1, 4, 2, 37, 16), "cpu", torch.float32)
+    given = bench.of(mechanism)
+    names = ("query", "key", "value", "alpha", "beta", "sink", "gate")
+    expected = run_oracle(Inputs({name: given.get(name) for name in names}, {"is_causal": True}, bench.grad_out))
+    found = worst_row.truth(given, bench.grad_out, block=16)
+    torch.testing.assert_close(found["out"], expected["out"][0])
+    for name in given:
+        right = expected[f"grad_{name}"]
+        torch.testing.assert_close(found[name], right[0] if right.dim() > 1 else right)
+
+
+def test_worst_row_benchmark_writes_its_table_and_counts_wrong_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(worst_row, "CPU_SHAPES", (attention.Shape("tiny", 1, 4, 2, 129, 16),))
+    monkeypatch.setenv("AFFINE_RESULTS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["worst_row", "--device", "cpu", "--repeats", "2"])
+    worst_row.main()
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert "| affine | query |" in text
+    assert "| 0 of 2 |" in text
+    assert "| 2 of 2 |" not in text
+
+    def wrong(query, key, value, **given):
+        out = attention.attention(query, key, value, **given)
+        return out + torch.zeros_like(out).index_fill(2, torch.tensor([77]), 1.0)
+
+    monkeypatch.setattr(worst_row, "attention", wrong)
+    worst_row.main()
+    assert "| out |" in file.read_text()
+    assert "| 2 of 2 |" in file.read_text()
 
 
 def attention_cases():

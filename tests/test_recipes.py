@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from affine_attention import Mechanism
@@ -24,9 +26,10 @@ def test_the_papers_settings(name):
 def test_every_recipe_takes_every_mechanism(name, mechanism):
     built = recipe(name, mechanism)
     assert built.name == name
-    assert built.student in STUDENTS
+    assert (built.student in STUDENTS) is not name.startswith("convert")
     assert built.mechanism.name == mechanism
-    assert built.mechanism.bias_length == built.sequence_length
+    word = PRESETS[mechanism].bias_length
+    assert built.mechanism.bias_length == (word if isinstance(word, str) else built.sequence_length)
     size, accumulation = built.micro_batches(1)
     assert size * accumulation == built.global_batch
 
@@ -44,3 +47,14 @@ def test_the_training_length_follows_unless_it_is_set():
 def test_an_unknown_recipe_gets_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean 'paper_1b'"):
         recipe("paper_1B")
+
+
+def test_conversions_start_from_a_checkpoint_and_are_distilled_from_it():
+    built = recipe("convert_gpu", "affine", {"student": "some/folder"})
+    assert built.teacher_source == "some/folder"
+    assert built.tokens == 580 * 64 * 1024
+    assert recipe("convert_gpu", "affine", {"teacher": None}).teacher_source is None
+    tiny = recipe("convert_cpu")
+    here = tiny.located(Path("/runs/affine-seed0"))
+    assert here.student == here.teacher == "/runs/teacher/model"
+    assert tiny.located(Path("/other/x")).teacher == "/other/teacher/model"

@@ -10,6 +10,7 @@ from .accelerate import register as register_operator
 from .attach import attach, detach, is_attached
 from .callback import CommitNotice, RunningAlphaCallback
 from .classes import MODEL_TYPE, AffineConfig
+from .continuous_batching import register as register_paged
 from .interface import WeightsNotice, register
 from .parallel import data_parallel_group
 from .sequence import sequence_parallel, shard_batch
@@ -17,6 +18,7 @@ from .students import STUDENTS, student
 
 register()
 register_operator()
+register_paged()
 AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
 
 __all__ = [

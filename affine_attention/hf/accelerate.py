@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,12 +25,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..ops import attention, attention_weights
 from ..ops.validation import MAX_HEAD_DIM
 from .classes import AffineModelMixin
+from .continuous_batching import check_batch, open_manager
 from .families import find_decoders, uses_interface
 from .keywords import refuse_unknown
 from .masks import Visible, compact_mask, packed_segments, read_mask, values_are_unknown
+from .paged import BATCH_KEYWORDS, PagedBatch
 from .parallel import check_no_hidden_sharding
 
 OPERATOR = "affine_operator"  # the name in config._attn_implementation
+PAGED_OPERATOR = f"{OPERATOR}_paged|flash"  # while continuous batching runs; see PAGED in interface.py
 # Attention classes whose own eager code was compared with the operator, and how each multiplies its output by a gate.
 # A class is listed, not guessed: eager code may read anything from its module that no argument shows.
 SERVED = {
@@ -115,6 +119,8 @@ def accelerate(model: ModelT) -> ModelT:
     for decoder in find_decoders(model, named):
         decoder.register_forward_pre_hook(note_packing, with_kwargs=True)
     model._implementations_before = before  # type: ignore[assignment]
+    # On its own, transformers would switch to flash attention where it finds that package, and refuse elsewhere.
+    model.init_continuous_batching = types.MethodType(_init_continuous_batching, model)  # type: ignore[assignment]
     return model
 
 
@@ -123,6 +129,7 @@ def decelerate(model: ModelT) -> ModelT:
     if not is_accelerated(model):
         raise ValueError(f"model must be accelerated, got a plain {type(model).__name__}; hf.accelerate(model) does it")
     before: Any = model.__dict__.pop("_implementations_before")
+    model.__dict__.pop("init_continuous_batching", None)
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is note_packing:
@@ -179,6 +186,32 @@ def operator_attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def paged_operator_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    affine_batch: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function in continuous batching (paged.py): (output [1, T, H, D], None)."""
+    batch = check_batch(module, affine_batch, attention_mask, others)
+    unread = {name: x for name, x in others.items() if name not in BATCH_KEYWORDS}
+    _check_call(module, dropout, is_causal, s_aux, unread)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    value_dim = value.shape[3]
+    if value_dim < query.shape[3]:
+        query, key, value = _same_width(query, key, value)
+    index: Any = module.layer_idx
+    out = batch.attend(index, query, key, value, {"sink": s_aux}, scale)
+    return out[..., :value_dim].contiguous(), None
+
+
 def note_packing(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -188,6 +221,8 @@ def note_packing(
     makes itself, so the question is asked here, and plain causal training needs no segments, compiled or not.
     """
     config: Any = module.config
+    if config._attn_implementation == PAGED_OPERATOR:
+        kwargs |= {"affine_batch": PagedBatch(config, kwargs), "affine_segments": None}
     if config._attn_implementation != OPERATOR:
         return args, kwargs
     check_no_hidden_sharding()
@@ -209,7 +244,14 @@ def note_packing(
 def register() -> None:
     """Makes the function known to transformers; both registers are needed, or padding would be ignored."""
     AttentionInterface.register(OPERATOR, operator_attention)
+    AttentionInterface.register(PAGED_OPERATOR, paged_operator_attention)  # without masks: requests differ by length
     AttentionMaskInterface.register(OPERATOR, compact_mask)
+
+
+def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`init_continuous_batching` of an accelerated model: an attribute of the model, its class stays as it is."""
+    make = types.MethodType(type(model).init_continuous_batching, model)
+    return open_manager(model, make, PAGED_OPERATOR, _find(model), *args, **kwargs)
 
 
 @dataclass(frozen=True)

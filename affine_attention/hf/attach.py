@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,7 +9,8 @@ from transformers import PreTrainedModel
 
 from ..nn import AttentionMechanism, Mechanism
 from ..nn.mechanism import as_mechanism
-from .classes import AffineModelMixin, affine_config_class, affine_model_class
+from .classes import AffineModelMixin, affine_config_class, affine_model_class, mark_part, unmark_part
+from .composite import decoder_config, own_configs
 from .families import find_sites
 from .installation import check_identity, check_start, install, note_part, remove_hooks, scale_out_proj
 from .interface import IMPLEMENTATION, SLOT
@@ -29,7 +29,8 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     `save_pretrained` and `from_pretrained` keep the mechanism.
 
     Args:
-        model: a causal decoder of transformers that uses the library's attention interface.
+        model: a causal decoder of transformers that uses the library's attention interface, or a multimodal model with
+            such a text decoder: the decoder gets the mechanism, the other towers keep their attention.
         mechanism: a `Mechanism` or the name of a preset.
         start: "fresh" starts with random gates, as in the paper. "identity" keeps the outputs of a pretrained model
             exactly, while every gate can still learn: zero gate weights halve the attention output, so the output
@@ -48,14 +49,18 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     sites = find_sites(model)  # raise for unsupported models before changing anything
     if start == "identity":
         check_identity(sites)
-    config = _copy_config(model)
-    implementation_before = config._attn_implementation
+    own_configs(model)
+    config: Any = model.config
+    text = decoder_config(config)
+    before = (config._attn_implementation, text._attn_implementation)
     config.affine_attention = {"mechanism": mechanism.to_dict(), "start": start}
     config.__class__ = affine_config_class(type(config))
     model.__class__ = affine_model_class(type(model))
-    config._attn_implementation = IMPLEMENTATION
+    mark_part(config)
+    for part in (config, text):
+        part._attn_implementation_internal = IMPLEMENTATION  # the property would set it in every part
     install(model, mechanism, start)
-    model._implementation_before = implementation_before
+    model._implementations_before_attach = before  # type: ignore[assignment]
     return model
 
 
@@ -86,26 +91,22 @@ def detach(model: ModelT) -> ModelT:
     for key, hook in list(model._state_dict_pre_hooks.items()):
         if hook is note_part:
             del model._state_dict_pre_hooks[key]
-    for name in ("affine_attention", "auto_map", "base_model_type", "base_model_tp_plan"):
+    unmark_part(config)
+    text = decoder_config(config)
+    for name in ("affine_attention", "auto_map", "base_model_type"):
         config.__dict__.pop(name, None)
+    for part in (config, text):
+        part.__dict__.pop("base_model_tp_plan", None)
     architectures = config.__dict__.get("architectures")
     if architectures:
         config.architectures = [name.removeprefix("Affine") for name in architectures]
     config.__class__ = config.plain_class
     model.__class__ = plain_class
-    config._attn_implementation = model.__dict__.pop("_implementation_before", "sdpa")
+    before = model.__dict__.pop("_implementations_before_attach", ("sdpa", "sdpa"))
+    config._attn_implementation_internal, text._attn_implementation_internal = before
     model.init_parallel_plans()
     return model
 
 
 def is_attached(model: nn.Module) -> bool:
     return isinstance(model, AffineModelMixin)
-
-
-def _copy_config(model: PreTrainedModel) -> Any:
-    """Replaces the configuration of a model by a copy, since another model may share the same object."""
-    shared, own = model.config, copy.deepcopy(model.config)
-    for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own  # type: ignore[assignment]
-    return own

@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from ..nn import commit_running_alpha, discard_running_alpha
 from ..nn.commit import affine_scales
-from .installation import IDENTITY_ALPHA
 from .parallel import data_parallel_group
 
 
@@ -54,7 +53,7 @@ def warn_if_never_committed(model: nn.Module) -> bool:
     for scale in affine_scales(model):
         if scale.collected.grad is None:
             continue
-        starts = (scale.mechanism.running_alpha_start, IDENTITY_ALPHA)
+        starts = (scale.mechanism.running_alpha_start, scale.mechanism.initial_alpha)
         start = next((start for start in starts if bool((scale.running_alpha == start).all())), None)
         if start is not None:
             warnings.warn(

@@ -7,6 +7,8 @@ loads it, and raises instead of running as plain softmax. A class is created on 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,60 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..nn import AttentionMechanism, Mechanism
 from .callback import warn_if_never_committed
+from .composite import decoder_config, other_towers, set_implementations
+from .continuous_batching import open_manager
 from .installation import initialise_missing, install
-from .interface import IMPLEMENTATION, SLOT, own_implementation
+from .interface import IMPLEMENTATION, OPERATOR_IMPL, PAGED, SLOT, own_implementation
 from .masks import SEQUENCE_RANKS
 from .parallel import head_plan, keep_own_heads, whole_state_dict
 
 MODEL_TYPE = "affine_attention"  # in config.json: no other library knows this type
 MODULE_NAME = "modeling_affine_attention"  # the one-line module in a checkpoint folder
 PREFIX = "Affine"
-AUTO_CLASSES = {
-    "AutoModelForCausalLM": "ForCausalLM",
-    "AutoModelForSequenceClassification": "ForSequenceClassification",
-    "AutoModelForTokenClassification": "ForTokenClassification",
-    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
-    "AutoModel": "Model",
-}
+PART_PREFIX = "AffinePart"  # of the configuration of a text decoder inside a multimodal model
+AUTO_CLASSES = [name for name in dir(transformers) if name.startswith("AutoModel")]
 
 
-class AffineConfigMixin:
+class _OwnNames:
+    """A configuration in which every name of an attention chooses an implementation of the operator."""
+
+    plain_class: type  # restored by `detach`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
+        if name == "_attn_implementation_internal":
+            value = own_implementation(value)
+        super().__setattr__(name, value)
+
+    def validate_output_attentions(self) -> None:
+        """Accepts output_attentions, which transformers allows for eager attention only; we compute the weights."""
+
+    @property
+    def output_attentions(self) -> bool:
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
+
+class AffinePartMixin(_OwnNames):
+    """The configuration of a text decoder inside a multimodal model that has a mechanism."""
+
+    def to_dict(self) -> dict[str, Any]:
+        settings: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        settings.pop(SEQUENCE_RANKS, None)
+        # A plain class that loads the folder of the whole model fails here: it does not know this attention.
+        return settings | {"attn_implementation": IMPLEMENTATION}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a text decoder with a mechanism must be saved with the multimodal model that contains it, got "
+            f"save_pretrained of its {self.plain_class.__name__} alone; call save_pretrained of the whole model"
+        )
+
+
+class AffineConfigMixin(_OwnNames):
     """A configuration that carries a mechanism, `affine_attention = {"mechanism": {...}, "start": ...}`.
 
     In memory its model_type is that of the base family, which transformers uses for weight conversion and generation.
@@ -42,7 +80,6 @@ class AffineConfigMixin:
     """
 
     affine_attention: dict[str, Any]
-    plain_class: type  # restored by `detach`
 
     def to_dict(self) -> dict[str, Any]:
         settings: dict[str, Any] = super().to_dict()  # type: ignore[misc]
@@ -51,8 +88,8 @@ class AffineConfigMixin:
             return settings  # transformers builds a default instance to compare with
         architecture = (settings.get("architectures") or [""])[0]
         auto_map = {"AutoConfig": f"{MODULE_NAME}.{type(self).__name__}"}
-        for auto_class, ending in AUTO_CLASSES.items():
-            if architecture.startswith(PREFIX) and architecture.endswith(ending):
+        for auto_class in AUTO_CLASSES:
+            if any(architecture == PREFIX + model.__name__ for model in _mapped(auto_class, self.plain_class)):
                 auto_map[auto_class] = f"{MODULE_NAME}.{architecture}"
         return settings | {
             "model_type": MODEL_TYPE,
@@ -68,6 +105,7 @@ class AffineConfigMixin:
         own.pop("base_model_type", None)
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
+        _tell_server(own.get("architectures") or ())
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
 
     @classmethod
@@ -92,22 +130,14 @@ class AffineConfigMixin:
         (Path(save_directory) / f"{MODULE_NAME}.py").write_text(text)
         return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
-        if name == "_attn_implementation_internal":
-            value = own_implementation(value)
-        super().__setattr__(name, value)
-
-    def validate_output_attentions(self) -> None:
-        """Accepts output_attentions, which transformers allows for eager attention only; we compute the weights."""
-
     @property
-    def output_attentions(self) -> bool:
-        return self._output_attentions
+    def _attn_implementation(self) -> Any:
+        return self._attn_implementation_internal
 
-    @output_attentions.setter
-    def output_attentions(self, value: bool) -> None:
-        self._output_attentions = value
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        """The text decoder gets an implementation of the operator, the other parts the name as it is."""
+        set_implementations(self, decoder_config(self), value)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -122,19 +152,27 @@ class AffineModelMixin:
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any):
         settings = check_settings(getattr(config, "affine_attention", None))
-        config.base_model_tp_plan = head_plan(config.base_model_tp_plan, SLOT)
+        unmark_part(config)  # the auto classes that build the towers know plain classes alone
+        text = decoder_config(config)
+        if text._attn_implementation not in OPERATOR_IMPL:
+            text._attn_implementation_internal = config._attn_implementation
+        text.base_model_tp_plan = head_plan(text.base_model_tp_plan, SLOT)
         super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
+        mark_part(self.config)
         install(self, Mechanism.from_dict(settings["mechanism"]), settings["start"])  # type: ignore[arg-type]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         return own_implementation(attn_implementation)
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        """Chooses an implementation of the operator: "eager" the reference, "sdpa" composed, "flash_.." fused."""
-        name = attn_implementation
-        if isinstance(name, dict):
-            name = name.get("", self.config._attn_implementation)
-        self.config._attn_implementation = name
+        """Chooses an implementation of the operator: "eager" the reference, "sdpa" composed, "flash_.." fused.
+
+        The other towers of a multimodal model run the attention of that name.
+        """
+        if isinstance(attn_implementation, str) and attn_implementation not in OPERATOR_IMPL:
+            for tower in other_towers(self, decoder_config(self.config)):  # type: ignore[arg-type]
+                tower.get_correct_attn_implementation(attn_implementation)  # raises for a name that it cannot run
+        self.config._attn_implementation = attn_implementation
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -169,6 +207,13 @@ class AffineModelMixin:
         Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, with the attention of the mechanism; `generate_batch` and its server call it."""
+        Mechanism.from_dict(self.config.affine_attention["mechanism"]).check_can_generate()
+        modules = [(name, m) for name, m in self.named_modules() if SLOT in m._modules]  # type: ignore[attr-defined]
+        make = super().init_continuous_batching  # type: ignore[misc]
+        return open_manager(self, make, PAGED, modules, *args, **kwargs)
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._notice_forgotten_commit()
         if kwargs.get("state_dict") is None and (state := whole_state_dict(self)) is not None:  # type: ignore[arg-type]
@@ -188,6 +233,20 @@ class AffineModelMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Does nothing: see `AffineConfigMixin.register_for_auto_class`."""
+
+
+def mark_part(config: Any) -> None:
+    """Gives the text decoder of a multimodal model a configuration that cannot name plain softmax attention."""
+    text = decoder_config(config)
+    if text is not config and not isinstance(text, AffinePartMixin):
+        text.__class__ = affine_part_class(type(text))
+
+
+def unmark_part(config: Any) -> None:
+    """Gives the text decoder of a multimodal model its plain class of configuration."""
+    text = decoder_config(config)
+    if isinstance(text, AffinePartMixin):
+        text.__class__ = text.plain_class
 
 
 def check_settings(settings: Any) -> dict[str, Any]:
@@ -223,12 +282,28 @@ def affine_config_class(base: type[PreTrainedConfig]) -> Any:
         members = {"__module__": __name__, "__doc__": doc, "plain_class": base}
         _CREATED[base] = type(PREFIX + base.__name__, (AffineConfigMixin, base), members)
         for name in AUTO_CLASSES:
-            auto_class = getattr(transformers, name)
-            if base in auto_class._model_mapping:
-                models = auto_class._model_mapping[base]
-                model = models[0] if isinstance(models, list | tuple) else models
-                auto_class.register(_CREATED[base], affine_model_class(model), exist_ok=True)
+            for model in _mapped(name, base)[:1]:
+                getattr(transformers, name).register(_CREATED[base], affine_model_class(model), exist_ok=True)
     return _CREATED[base]
+
+
+def affine_part_class(base: type[PreTrainedConfig]) -> Any:
+    """Returns the class of a configuration of that base inside a multimodal model with a mechanism."""
+    if base not in _PARTS:
+        doc = f"{base.__name__} of a text decoder with a mechanism."
+        members = {"__module__": __name__, "__doc__": doc, "plain_class": base}
+        _PARTS[base] = type(PART_PREFIX + base.__name__, (AffinePartMixin, base), members)
+    return _PARTS[base]
+
+
+def _mapped(auto_class: str, config_class: Any) -> list[type[PreTrainedModel]]:
+    """The model classes of an auto class for a configuration class, without those that need a part of it (emu3)."""
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if config_class not in mapping:
+        return []
+    models = mapping[config_class]
+    models = models if isinstance(models, list | tuple) else [models]
+    return [model for model in models if model.config_class is config_class]
 
 
 def affine_model_class(base: type[PreTrainedModel]) -> Any:
@@ -245,11 +320,27 @@ def affine_model_class(base: type[PreTrainedModel]) -> Any:
     return _CREATED[base]
 
 
+def _tell_server(architectures: Sequence[str]) -> None:
+    """`transformers serve` reads a configuration and then looks its architecture up in the namespace of transformers.
+
+    It is not enough to import transformers here and add the class: a process may hold several of its lazy modules.
+    """
+    server: Any = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is None:
+        return
+    for name in architectures:
+        if name.startswith(PREFIX):
+            setattr(server.transformers, name, __getattr__(name))
+
+
 _CREATED: dict[type, Any] = {}
+_PARTS: dict[type, Any] = {}
 
 
 def __getattr__(name: str) -> Any:
     """Creates `AffineXyz` from the transformers class Xyz."""
+    if name.startswith(PART_PREFIX):
+        return affine_part_class(getattr(transformers, name.removeprefix(PART_PREFIX)))
     base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedModel):
         return affine_model_class(base)

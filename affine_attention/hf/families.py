@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .composite import decoder_config, parts, uses
 from .keywords import CHANGES_ATTENTION, passes
 
 # (query projection, output projection), by attribute name, in search order.
@@ -24,6 +25,8 @@ PROJECTIONS = (
 )
 ALIBI_FAMILIES = ("bloom", "mpt")
 CROSS_ATTENTION = ("encoder_attn", "cross_attn")  # BART and its like, mllama: not called in a decoder that stands alone
+# Parts of a configuration that describe towers which only feed a text decoder, where the rest describes the decoder.
+OTHER_TOWERS = ("vision_config", "audio_config", "vq_config", "codec_config", "protein_encoder_config")
 INNER_NORMS = ("attn_sub_norm", "inner_attn_ln")  # between the heads' outputs and the output projection
 OFTEN_NONE = ("s_aux", "softcap")  # the configuration or the module says whether there is one
 
@@ -42,11 +45,26 @@ class Site:
 
 def find_sites(model: PreTrainedModel) -> list[Site]:
     """Returns the self-attention modules of a model in order; raises with the reason if the model is not supported."""
-    _refuse_model(model)
+    text = _text_config(model)
+    _refuse_model(model, text)
+    multimodal = text is not model.config or any(name in OTHER_TOWERS for name in parts(model.config))
+    inside = {id(module) for module in _decoder(model, text).modules()}
     sites = []
     for name, module in model.named_modules():
-        if uses_interface(module) and not name.endswith(CROSS_ATTENTION):
-            sites.append(_site(name, module, model))
+        if not uses_interface(module):
+            continue
+        if multimodal and not uses(module, text):
+            _check_tower(name, module, model)
+        elif id(module) not in inside:
+            raise _refusal(
+                model, f"{name} is built from the configuration of the text decoder, but is not a part of that decoder"
+            )
+        elif not name.endswith(CROSS_ATTENTION):
+            sites.append(_site(name, module, model, text))
+        elif multimodal:
+            raise _refusal(model, f"{name} is cross-attention, from text to another input")
+    if multimodal:
+        _check_causal(sites, model, text)
     if not sites:
         raise _refusal(
             model,
@@ -85,12 +103,60 @@ def drops_keywords(module: nn.Module) -> bool:
     return not any(step.argval == name and step.opname.startswith("LOAD") for step in dis.get_instructions(code))
 
 
-def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
-    config: Any = getattr(module, "config", model.config)
-    if config is not model.config:
+def _text_config(model: PreTrainedModel) -> Any:
+    try:
+        return decoder_config(model.config)
+    except ValueError:
+        raise _refusal(
+            model, "its configuration has several text decoders", "attach to the part that is to have a mechanism"
+        ) from None
+
+
+def _decoder(model: PreTrainedModel, text: Any) -> PreTrainedModel:
+    """The text decoder of a multimodal model: the only attention that gets a mechanism; any other model as a whole."""
+    if text is model.config:
+        return model
+    found = model.get_decoder()
+    if not isinstance(found, PreTrainedModel) or found.config is not text:
+        raise _refusal(model, f"no decoder was found that is built from its {type(text).__name__}")
+    return found
+
+
+def _check_tower(name: str, module: nn.Module, model: PreTrainedModel) -> None:
+    """Raises for attention outside of the text decoder that would read the name of our attention function."""
+    config = getattr(module, "config", model.config)
+    if config is model.config:
+        raise _refusal(
+            model, f"{name} ({type(module).__name__}) reads its attention from the configuration of the whole model"
+        )
+    if not any(config is part for part in _all_parts(model.config)):
         raise _refusal(
             model,
             f"{name} is built from a configuration of a part of the model ({type(config).__name__})",
+            "attach to the part that has that configuration",
+        )
+
+
+def _check_causal(sites: list[Site], model: PreTrainedModel, text: Any) -> None:
+    """Raises for a text tower that sees in both directions; a causal mask that always arrives may say so instead."""
+    for site in sites:
+        if not getattr(site.module, "is_causal", True) and not getattr(text, "use_bidirectional_attention", False):
+            raise _refusal(
+                model,
+                f"its text tower is not a causal decoder ({site.name}.is_causal is False)",
+                "attach to the tower alone",
+            )
+
+
+def _all_parts(config: Any) -> list[Any]:
+    return [found for part in parts(config).values() for found in (part, *_all_parts(part))]
+
+
+def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> Site:
+    if not uses(module, config) and hasattr(module, "config"):
+        raise _refusal(
+            model,
+            f"{name} is built from a configuration of a part of the model ({type(module.config).__name__})",
             "attach to the part that has that configuration",
         )
     if any(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_lora_rank")):
@@ -136,13 +202,11 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel) -> Site:
     return Site(name, module, out_proj, embed_dim, num_heads, head_dim)
 
 
-def _refuse_model(model: PreTrainedModel) -> None:
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
+def _refuse_model(model: PreTrainedModel, config: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise _refusal(model, "it is an encoder-decoder; mechanisms are for causal decoders")
-    if any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
-        raise _refusal(model, "it is multimodal", "attach to its text decoder, model.language_model")
-    if getattr(config, "quantization_config", None) is not None or getattr(model, "hf_quantizer", None) is not None:
+    quantised = getattr(model.config, "quantization_config", None) is not None
+    if quantised or getattr(model, "hf_quantizer", None) is not None:
         raise _refusal(model, "its weights are quantised", "load it without a quantization_config")
     if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
         raise _refusal(model, "it adds ALiBi biases to the scores, which no mechanism supports")

@@ -14,7 +14,6 @@ from .families import INNER_NORMS, PROJECTIONS, Site, drops_keywords, find_decod
 from .interface import SLOT, carry_keywords, note_call, note_hidden, take_keywords
 
 STARTS = ("fresh", "identity")
-IDENTITY_ALPHA = 0.5  # alpha for a zero projection, with both activations; a zero output gate is 0.5 as well
 TEXT_PARTS = ("language_model", "text_model", "text_decoder", "llm", "thinker")  # attributes of multimodal models
 
 
@@ -25,11 +24,23 @@ class PartNotice(UserWarning):
 def check_start(mechanism: Mechanism, start: str) -> None:
     if start not in STARTS:
         raise ValueError(f"start must be one of {', '.join(map(repr, STARTS))}, got {start!r}")
-    if start == "identity" and mechanism.sink is not None:
+    if start != "identity" or mechanism.identity_scale is not None:
+        return
+    if mechanism.sink is not None:
         raise ValueError(
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
+    if mechanism.alpha_rule is not None and mechanism.alpha_rule.scores == "constant":
+        raise ValueError(
+            f'start="identity" does not work for {mechanism.name!r}: an alpha that is always '
+            f'{mechanism.initial_alpha:g} changes the outputs; use start="fresh", or alpha_start=1'
+        )
+    raise ValueError(
+        f'start="identity" does not work for {mechanism.name!r}: its alpha starts at {mechanism.initial_alpha:g}, and '
+        "the output projection can undo powers of 2 only without rounding; use "
+        'start="fresh", or an activation and alpha_start with such a start ("double_sigmoid" starts at 1)'
+    )
 
 
 def check_identity(sites: list[Site]) -> None:
@@ -52,7 +63,9 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             mechanism, site.embed_dim, site.num_heads, site.head_dim, device=like.device, dtype=like.dtype
         )
         if start == "identity":
-            _start_as_identity(layer)
+            with torch.no_grad():
+                for each in layer.starts(identity=True):
+                    each.fill()
             scale_out_proj(site.module, mechanism)
         layer.train(site.module.training)
         setattr(site.module, SLOT, layer)
@@ -91,13 +104,15 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def identity_factor(mechanism: Mechanism) -> float:
-    """The factor of the output projections under start="identity": 2 for each kind of gate, which starts at 0.5."""
-    return 2.0 ** (mechanism.has_alpha + mechanism.gate)
+    """The factor of the output projections under start="identity": 2 for each gate that starts at 0.5, and so on."""
+    scale = mechanism.identity_scale
+    assert scale is not None, "check_start refuses the others"
+    return 1 / scale
 
 
 @torch.no_grad()
 def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) -> None:
-    """Compensates gates of 0.5: multiplies the output projection by 2 for alpha and by 2 for the output gate.
+    """Compensates what zero gates do to the output: multiplies the output projection by 2 for alpha = 0.5, and so on.
 
     Powers of 2 are exact in every dtype.
     """
@@ -109,38 +124,26 @@ def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) 
 
 
 @torch.no_grad()
-def _start_as_identity(layer: AttentionMechanism) -> None:
-    if layer.scale is not None:
-        layer.scale.proj.weight.zero_()
-        if layer.mechanism.bias:
-            layer.scale.running_alpha.fill_(IDENTITY_ALPHA)
-    if layer.gate_proj is not None:
-        layer.gate_proj.weight.zero_()
-
-
-@torch.no_grad()
 def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str) -> None:
     """Initialises the tensors of one layer that were not loaded; transformers marks those that were."""
     scale = layer.scale
     parameters = list(layer.parameters())
     loaded = [getattr(p, "_is_hf_initialized", False) for p in parameters]
-    if scale is not None and scale.mechanism.bias:
+    if scale is not None and scale.mechanism.has_running_alpha:
         has_average = getattr(scale.running_alpha, "_is_hf_initialized", False)
-        if not has_average and getattr(scale.proj.weight, "_is_hf_initialized", False):
+        has_weight = any(getattr(p, "_is_hf_initialized", False) for p in scale.parameters())
+        if not has_average and has_weight:
             raise ValueError(
                 f"the checkpoint has the weights of {type(module).__name__}.{SLOT} but not its scale.running_alpha; "
                 "add the missing tensor, or set it to a start value explicitly"
             )
-        begin = IDENTITY_ALPHA if start == "identity" else scale.mechanism.running_alpha_start
-        initialization.constant_(scale.running_alpha, begin)
         # Checkpoints never hold this buffer, and loading turns its requires_grad off.
         scale.collected = torch.zeros_like(scale.collected, device=scale.running_alpha.device, requires_grad=True)
-    for proj in (None if scale is None else scale.proj, layer.gate_proj):
-        if proj is not None:
-            std = 0.0 if start == "identity" else layer.mechanism.init_std
-            initialization.normal_(proj.weight, mean=0.0, std=std)
-    if layer.sink is not None:
-        learned = layer.mechanism.sink == "learned"
-        initialization.constant_(layer.sink, layer.mechanism.sink_start if learned else 0.0)
+    for each in layer.starts(identity=start == "identity"):
+        # These functions leave tensors alone that were loaded.
+        if each.std:
+            initialization.normal_(each.tensor, mean=each.mean, std=each.std)
+        else:
+            initialization.constant_(each.tensor, each.mean)
     if start == "identity" and parameters and not any(loaded):
         scale_out_proj(module, layer.mechanism)  # the checkpoint is that of a plain model

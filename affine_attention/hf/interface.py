@@ -23,6 +23,7 @@ from ..nn.attention import Coefficients, real_tokens
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
+from .paged import PagedBatch
 from .parallel import check_no_hidden_sharding, own_sink
 
 IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
@@ -30,6 +31,9 @@ IMPLEMENTATION = "affine_attention"  # the name in config._attn_implementation
 OPERATOR_IMPL = {IMPLEMENTATION: "auto"} | {
     f"{IMPLEMENTATION}_{impl}": impl for impl in ("reference", "composed", "fused")
 }
+# The name while continuous batching runs (continuous_batching.py). Transformers 5.17 switches names without "paged|" in
+# them to flash attention, newer ones refuse names without "flash"; this one stays.
+PAGED = f"{IMPLEMENTATION}_paged|flash"
 SLOT = "affine"  # the submodule of an attention module that holds its mechanism
 MAX_READINGS = 8  # of masks in one forward: a dense mask that is copied to each GPU must not be kept for every layer
 
@@ -169,6 +173,9 @@ def affine_attention(
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
+        if alpha is not None and alpha.shape[1] != query.shape[1]:
+            # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
+            alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
@@ -178,8 +185,8 @@ def affine_attention(
         rows = Coefficients(alpha, beta, sink, gate)
         query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling, nonnegative_alpha=True,
-        impl=affine_impl, **arguments,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:
         out = sequence.to_part(out)
@@ -232,6 +239,9 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     config: Any = module.config
     check_implementation(config)
+    if config._attn_implementation == PAGED:
+        kwargs |= {"affine_call": PagedBatch(config, kwargs), "affine_segments": None, "affine_weights": False}
+        return args, kwargs
     compiling = torch.compiler.is_compiling()
     check_no_hidden_sharding()
     segments = None
@@ -266,13 +276,15 @@ def by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def check_implementation(config: Any) -> None:
     """Raises where the attention implementation of an attached model was changed: plain softmax would run silently."""
-    if config._attn_implementation not in OPERATOR_IMPL:
+    if config._attn_implementation not in OPERATOR_IMPL and config._attn_implementation != PAGED:
         raise ValueError(_unknown_implementation(config._attn_implementation))
 
 
 def own_implementation(name: Any) -> str:
     """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
-    if name is None or name in OPERATOR_IMPL:
+    if isinstance(name, str):
+        name = name.removeprefix("paged|")  # continuous batching switches by itself
+    if name is None or name in OPERATOR_IMPL or name == PAGED:
         return name or IMPLEMENTATION
     if name == "eager":
         return f"{IMPLEMENTATION}_reference"

@@ -89,7 +89,9 @@ def compact_mask(
     if keep is not None or window is not None:
         whole = keep is None and num_keys == kv_length
         return _code(None if whole else _all_kept(keep, num_keys, device), window, device)
-    if num_keys == q_length or q_length == 1:
+    # Layers with this setting say is_causal=False (PaliGemma's), so that None would mean all keys.
+    explicit = getattr(config, "use_bidirectional_attention", False)
+    if (num_keys == q_length and not explicit) or q_length == 1:
         return None
     return _code(None if num_keys == kv_length else _all_kept(None, num_keys, device), None, device)
 
@@ -108,7 +110,7 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, 
         )
     if mask.dtype not in (KEY_CODE, SEGMENT_CODE):
         return _with_segments(_read_dense(mask, batch, queries, keys), segments, queries)
-    arguments: dict[str, Any] = {"is_causal": causal}
+    arguments: dict[str, Any] = {"is_causal": bool(queries > 1)}  # every code is causal, whatever the module says
     if mask.shape[1] > 1:
         arguments["window"] = mask.shape[1] - 1
     columns = mask[:, 0, 0].expand(batch, -1)

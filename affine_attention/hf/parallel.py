@@ -28,7 +28,7 @@ def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
     modules = [
         name.removesuffix(".q_proj") for name, style in plan.items() if name.endswith(".q_proj") and style == STYLE
     ]
-    parts = ("scale.proj", "gate_proj", "sink")
+    parts = ("scale.proj", "scale.beta_proj", "scale.head_alpha", "scale.head_beta", "gate_proj", "sink")
     return plan | {f"{module}.{slot}.{part}": STYLE for module in modules for part in parts}
 
 
@@ -45,8 +45,11 @@ def keep_own_heads(layer: AttentionMechanism) -> None:
     heads = layer.num_heads // ranks
     first = mesh.get_local_rank() * heads
     layer.num_heads = heads
-    if layer.scale is not None and layer.mechanism.bias:
-        scale = layer.scale
+    scale = layer.scale
+    if scale is None:
+        return
+    scale.num_heads = heads
+    if layer.mechanism.has_running_alpha:
         scale.running_alpha = scale.running_alpha[first : first + heads].clone()
         scale.collected = torch.zeros_like(scale.collected[: heads + 1], requires_grad=True)
         scale.shard_mesh = mesh

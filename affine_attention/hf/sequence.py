@@ -23,11 +23,9 @@ from .classes import AffineModelMixin
 from .families import find_decoders, find_sites
 from .interface import ForwardCall, Reading, by_name
 from .masks import KEY_CODE, SEGMENT_CODE, SEQUENCE_RANKS, packed_segments
+from .token_mixing import changing_rope, counts_positions, mixes_tokens
 
 IGNORED = -100  # a label that has no loss
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # in config.layer_types
-CHANGING_ROPE = ("dynamic", "longrope")  # frequencies follow the largest position of a call, which each rank sees alone
-OWN_POSITIONS = ("biogpt", "opt")  # families that count positions from the mask
 SLOT = "_affine_sequence"  # where a decoder keeps its SequenceGroup
 CUT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels")
 
@@ -236,22 +234,16 @@ def _unserved(model: Any, decoders: list[PreTrainedModel], sites: int) -> str | 
     if getattr(model, "_tp_size", None):
         return f"its heads are split by tensor parallelism (tp_size={model._tp_size}); load it without tp_size"
     for decoder in decoders:
-        own: Any = decoder.config
-        if "position_ids" not in inspect.signature(type(decoder).forward).parameters or own.model_type in OWN_POSITIONS:
+        if counts_positions(decoder):
             return (
                 "it computes positions itself, from the tokens or the mask of a call, and each rank sees its part only"
             )
-        others = sorted(set(getattr(own, "layer_types", None) or ()) - ATTENTION_LAYERS)
-        if others:
-            return f"layers of type {', '.join(others)} mix tokens outside of attention or in chunks"
-        mixing = next((name for name, m in decoder.named_modules() if isinstance(m, nn.Conv1d)), None)
-        if mixing is not None:
-            return f"{mixing} mixes tokens outside of attention"
-        for name, module in decoder.named_modules():
-            kinds = getattr(module, "rope_type", None)
-            found = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(CHANGING_ROPE)
-            if found:
-                return f"{name} has rope_type={found.pop()!r}: frequencies depend on the length that a rank sees"
+        reason = mixes_tokens(decoder)
+        if reason is not None:
+            return reason
+        rope = changing_rope(decoder)
+        if rope is not None:
+            return f"{rope[0]} has rope_type={rope[1]!r}: frequencies depend on the length that a rank sees"
     layers = getattr(config, "num_hidden_layers", sites)
     if sites != layers:
         return f"{sites} of its {layers} layers have a mechanism; the others may mix tokens in another way"

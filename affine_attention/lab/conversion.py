@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..files import check_new_folder, creating_folder, existing_parent, expanded
-from ..hf import attach
+from ..hf import attach, is_attached
 from ..hf.dropout import remove_attention_dropout
 from ..hf.families import find_sites
 from ..hf.installation import check_identity, check_start, identity_factor
@@ -28,6 +28,7 @@ from ..nn import Mechanism
 from ..nn.mechanism import as_mechanism
 from .data import read_documents
 from .device import choose_device
+from .models import without_plain_mechanism
 
 TEXT = "embedded:gutenberg"
 ROWS = 2  # sequences of the check: two, so that a mistake between the rows of a batch is seen
@@ -132,7 +133,7 @@ def convert(
     check_start(mechanism, "identity")
     added = _check_served(checkpoint, mechanism)
     _check_space(checkpoint, target, added)
-    model = load_model(checkpoint, "checkpoint").eval()
+    model = without_plain_mechanism(load_model(checkpoint, "checkpoint")).eval()
     tokenizer = load_tokenizer_of(checkpoint, "checkpoint")
     parameters_before, bytes_before = _sizes(model)
     text, ids = _inputs(model, tokenizer, tokens)
@@ -172,11 +173,11 @@ def _check_served(checkpoint: str | Path, mechanism: Mechanism) -> int:
         config = load_config(checkpoint, "checkpoint")
     except OSError:
         return 0
-    if getattr(config, "affine_attention", None) is not None:
-        name = config.affine_attention["mechanism"]["name"]
-        raise ValueError(f"checkpoint {str(checkpoint)!r} already has a mechanism ({name!r}); convert its original")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = without_plain_mechanism(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        if is_attached(model):
+            name = config.affine_attention["mechanism"]["name"]
+            raise ValueError(f"checkpoint {str(checkpoint)!r} already has a mechanism ({name!r}); convert its original")
         sites = find_sites(model)
         check_identity(sites)
     each = [mechanism.extra_parameters(site.embed_dim, site.num_heads, site.head_dim) for site in sites]

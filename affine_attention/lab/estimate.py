@@ -10,6 +10,7 @@ Conventions, so that the utilisation (MFU) is comparable with other reports:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ..hf import STUDENTS, attach, is_attached, student
 from ..hf.loading import load_config
 from ..nn import AttentionMechanism
 from .distill.chunks import CHUNK_BYTES
+from .models import without_plain_mechanism
 from .recipe import Recipe
 
 LARGEST_SIZE = 2**31  # for any size in a student's configuration
@@ -32,8 +34,12 @@ PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12,
 }  # fmt: skip
-# The published shapes of the paper's teachers, for estimates without a download.
+# The published shapes of checkpoints that recipes name, for estimates without a download.
 PUBLISHED: dict[str, PretrainedConfig] = {
+    "HuggingFaceTB/SmolLM2-135M": LlamaConfig(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
     "Qwen/Qwen1.5-1.8B": Qwen2Config(
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
         intermediate_size=5504, vocab_size=151936, tie_word_embeddings=False,
@@ -159,7 +165,8 @@ def describe_run(recipe: Recipe, ranks: int = 1) -> str:
     """The resolved recipe and its cost as text; nothing is downloaded and no weights are allocated."""
     size, accumulation = recipe.micro_batches(ranks)
     model = meta_student(recipe)
-    teacher = meta_teacher(recipe.teacher) if recipe.teacher is not None else None
+    source = recipe.teacher_source
+    teacher = meta_teacher(source) if source is not None else None
     counted = count_parameters(model)
     per_token = training_flops_per_token(model, recipe.sequence_length)
     total = per_token * recipe.tokens
@@ -181,8 +188,8 @@ def describe_run(recipe: Recipe, ranks: int = 1) -> str:
             f"{theirs * recipe.tokens:.3g} FLOP in total"
         )
         total += theirs * recipe.tokens
-    elif recipe.teacher is not None:
-        lines.append(f"  teacher: {recipe.teacher} is not on this machine, so its cost is not included")
+    elif source is not None:
+        lines.append(f"  teacher: {source} is not on this machine, so its cost is not included")
     if recipe.dtype == "bfloat16":
         hours = total / (PEAK_FLOPS["H100"] * 0.4 * ranks) / 3600
         lines.append(f"  time: {hours:.3g} hours on {ranks} H100 or H200 at 40 % of peak (989 TFLOP/s)")
@@ -200,10 +207,25 @@ def meta_student(recipe: Recipe) -> Any:
     """The student on the meta device: shapes without weights."""
     if recipe.student in STUDENTS:
         return _meta_student_of_sizes(recipe)
-    config = load_config(recipe.student, "student")
+    check_is_fixed(recipe)
+    config = _checkpoint_config(recipe.student, "student")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = without_plain_mechanism(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         return model if is_attached(model) else attach(model, recipe.mechanism)
+
+
+def check_is_fixed(recipe: Recipe) -> None:
+    """Raises ValueError for changes of a student that starts from a checkpoint."""
+    if recipe.student_changes:
+        raise ValueError(
+            f"student_changes must be empty for a student from a checkpoint, whose configuration is fixed, got "
+            f"{recipe.student_changes!r}"
+        )
+
+
+def _checkpoint_config(source: str, what: str) -> Any:
+    """The configuration of a checkpoint, from its folder, PUBLISHED or the hub's cache; OSError if it has none."""
+    return copy.deepcopy(PUBLISHED[source]) if source in PUBLISHED else load_config(source, what)
 
 
 def _meta_student_of_sizes(recipe: Recipe) -> Any:
@@ -224,12 +246,10 @@ def _meta_student_of_sizes(recipe: Recipe) -> Any:
 
 def meta_teacher(source: str) -> Any:
     """The teacher on the meta device, from its folder, the hub's cache or PUBLISHED; None if none of them has it."""
-    config: Any = PUBLISHED.get(source)
-    if config is None:
-        try:
-            config = load_config(source, "teacher")
-        except OSError:
-            return None
+    try:
+        config = _checkpoint_config(source, "teacher")
+    except OSError:
+        return None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 

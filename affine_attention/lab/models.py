@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from ..hf import detach, is_attached
 from ..hf.loading import load_model, load_tokenizer_of
+from ..nn import AttentionMechanism
 from .device import choose_device
 from .run import RunFolder
 
@@ -42,6 +44,17 @@ def load(
     """
     model = load_model(folder, dtype=parse_dtype("dtype", dtype) or "auto").to(choose_device(device))
     return model, load_tokenizer_of(folder) if tokenizer is None else tokenizer
+
+
+def without_plain_mechanism(model: Any) -> Any:
+    """The model, detached in place if its mechanism is plain softmax attention: another one can then be attached.
+
+    The baselines of this package are such models: they have the mechanism "softmax", which changes nothing.
+    """
+    if not is_attached(model):
+        return model
+    layers = [module for module in model.modules() if isinstance(module, AttentionMechanism)]
+    return detach(model) if all(layer.is_plain for layer in layers) else model
 
 
 def parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:

@@ -19,7 +19,8 @@ from ..nn import Mechanism
 from ..nn.mechanism import as_mechanism
 from .names import check_name
 
-BESIDE = "beside:"  # prefix of a teacher path that is relative to the run folder
+BESIDE = "beside:"  # prefix of a student or teacher path that is relative to the run folder
+ORIGINAL = "original"  # as a teacher: the checkpoint that the student starts from
 MOST_CHANGES = 200  # settings of a student's configuration
 MOST_FILES = 100_000  # sources of data
 LARGEST_COUNT = 2**40  # larger steps, batches and lengths are assumed to be typing errors
@@ -39,18 +40,22 @@ class Recipe:
         default_factory=Mechanism, metadata={"help": "the attention mechanism: a preset's name or its settings"}
     )
 
-    student: str = _setting("llama-1m", "a student of hf.STUDENTS, or a checkpoint folder to continue from")
+    student: str = _setting("llama-1m", "a student of hf.STUDENTS, or a checkpoint to start from: a folder or hub name")
     student_changes: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "changed settings of the student's configuration"}
     )
-    teacher: str | None = _setting(None, "folder or hub name of the teacher; none: plain cross-entropy")
+    teacher: str | None = _setting(
+        None, "folder or hub name; original: the checkpoint that the student starts from; none: plain cross-entropy"
+    )
     remember_teacher: bool = _setting(False, "cache the teacher's hidden states on disk, once for all students")
 
     data: tuple[str, ...] = _setting((), "text, jsonl or parquet files, folders, globs, or hf:NAME[:CONFIG][@SPLIT]")
     heldout: float | tuple[str, ...] = _setting(0.01, "share of documents never trained on, or files held out")
     text_column: str = _setting("text", "text column of jsonl, parquet and datasets")
     streaming: bool = _setting(False, "stream the data instead of tokenizing it to disk first")
-    tokenizer: str | None = _setting(None, "name, folder or tokenizer.json; none: the teacher's, or a new BPE")
+    tokenizer: str | None = _setting(
+        None, "name, folder or tokenizer.json; none: that of the student's checkpoint, the teacher's, or a new BPE"
+    )
     vocabulary_size: int = _setting(2048, "size of the BPE that is trained on the data")
     sequence_length: int = _setting(256, "tokens per sequence")
     document_boundaries: bool = _setting(False, "restrict attention to within a document")
@@ -61,6 +66,12 @@ class Recipe:
     temperature: float = _setting(1.0, "temperature of both distributions in the distillation loss")
     divergence: Literal["forward_kl", "soft_cross_entropy"] = _setting("forward_kl", "the distillation loss")
     truncate_vocabulary: bool = _setting(False, "truncate a padded vocabulary to the size of the smaller one")
+
+    sink_pressure: Literal["first_key", "window"] | None = _setting(
+        None, "hide keys from the student in some steps: the first key, or all keys outside of a window; none: never"
+    )
+    pressure_share: float = _setting(0.5, "share of the steps with hidden keys, with sink_pressure")
+    pressure_window: int = _setting(128, "visible keys in these steps, with sink_pressure=window")
 
     steps: int = _setting(200, "optimizer steps")
     global_batch: int = _setting(16, "sequences per optimizer step, over all devices and micro-batches")
@@ -126,6 +137,14 @@ class Recipe:
                 raise ValueError(f"{name} must be below 2^63, got {shown(getattr(self, name))}")
         for name in ("kd_weight", "ce_weight", "min_lr_ratio", "weight_decay", "max_grad_norm"):
             _check_interval(name, getattr(self, name), 0.0, math.inf)
+        _check_interval("pressure_share", self.pressure_share, 0.0, 1.0)
+        if self.pressure_window < 1:
+            raise ValueError(f"pressure_window must be at least 1, got {shown(self.pressure_window)}")
+        if self.sink_pressure == "window" and self.pressure_window >= self.sequence_length:
+            raise ValueError(
+                f"pressure_window must be below sequence_length = {self.sequence_length}, or no key is hidden, got "
+                f"{shown(self.pressure_window)}"
+            )
         for name in ("learning_rate", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
@@ -210,11 +229,25 @@ class Recipe:
             values["mechanism"] = Mechanism.from_dict(dict(values["mechanism"]))
         return cls(**values)
 
+    @property
+    def teacher_source(self) -> str | None:
+        """The folder or hub name of the teacher: for `original`, that of the student's checkpoint."""
+        return self.student if self.teacher == ORIGINAL else self.teacher
+
     def located(self, run: Path) -> Recipe:
-        """The recipe with a teacher path that is relative to the run folder (`beside:../teacher`) made absolute."""
-        if self.teacher is None or not self.teacher.startswith(BESIDE):
-            return self
-        return dataclasses.replace(self, teacher=os.path.normpath(run.absolute() / self.teacher[len(BESIDE) :]))
+        """The recipe with the real places of student and teacher.
+
+        Paths that are relative to the run folder (`beside:../teacher`) become absolute, and the teacher `original`
+        becomes the checkpoint of the student.
+        """
+
+        def place(source: str | None) -> str | None:
+            if source is None or not source.startswith(BESIDE):
+                return source
+            return os.path.normpath(run.absolute() / source[len(BESIDE) :])
+
+        student, teacher = place(self.student), place(self.teacher_source)
+        return dataclasses.replace(self, student=student, teacher=teacher)
 
     def digest(self) -> str:
         """A hash of the settings that differ from the defaults, so that runs stay valid when settings are added."""
@@ -229,7 +262,9 @@ class Recipe:
         for key, value in mine.items():
             if key == "mechanism":
                 inner = theirs[key]
-                lines += [f"mechanism.{k}: {v!r} -> {inner[k]!r}" for k, v in value.items() if inner[k] != v]
+                keys = dict.fromkeys((*value, *inner))  # a setting at its default may be left out
+                pairs = [(k, value.get(k), inner.get(k)) for k in keys]
+                lines += [f"mechanism.{k}: {before!r} -> {after!r}" for k, before, after in pairs if before != after]
             elif theirs[key] != value:
                 lines.append(f"{key}: {value!r} -> {theirs[key]!r}")
         return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from .arguments import (
 from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
 from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
-from .scaling import AffineScale
+from .scaling import AffineScale, Start
 
 PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
@@ -78,6 +78,7 @@ class AttentionMechanism(nn.Module):
         check_place(device, dtype)
         _check_starts(self.mechanism, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.nonnegative_alpha = self.mechanism.nonnegative_alpha
         self.is_plain = not (self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
@@ -102,10 +103,24 @@ class AttentionMechanism(nn.Module):
     def reset_parameters(self) -> None:
         if self.scale is not None:
             self.scale.reset_parameters()
+        for start in self._own_starts():
+            start.fill()
+
+    def starts(self, identity: bool = False) -> Iterator[Start]:
+        """The initial values of all parameters and buffers of the layer, in the order in which they are drawn.
+
+        Args:
+            identity: for a start that scales softmax attention by `mechanism.identity_scale` and changes nothing else.
+        """
+        if self.scale is not None:
+            yield from self.scale.starts(identity)
+        yield from self._own_starts(identity)
+
+    def _own_starts(self, identity: bool = False) -> Iterator[Start]:
         if self.gate_proj is not None:
-            nn.init.normal_(self.gate_proj.weight, std=self.mechanism.init_std)
+            yield Start(self.gate_proj.weight, 0.0, 0.0 if identity else self.mechanism.init_std)
         if self.sink is not None:
-            self.sink.fill_(self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
+            yield Start(self.sink, self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
     def check_can_generate(self) -> None:
         """Raises if the mechanism cannot run with cached keys."""
@@ -214,7 +229,7 @@ class AttentionMechanism(nn.Module):
             )  # fmt: skip
         return attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
-            softmax_scale=softmax_scale, nonnegative_alpha=True, impl=impl,
+            softmax_scale=softmax_scale, nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
 
     def bias_divisor(
@@ -251,7 +266,8 @@ class AttentionMechanism(nn.Module):
         self, hidden: Tensor, query: Tensor, key: Tensor, visible: dict[str, Any], token_mask: Tensor | None
     ) -> None:
         check_hidden(hidden, self.embed_dim)
-        for proj in (None if self.scale is None else self.scale.proj, self.gate_proj):
+        scale = self.scale
+        for proj in (*(() if scale is None else (scale.proj, scale.beta_proj)), self.gate_proj):
             if proj is not None:
                 check_fits_weights(hidden, proj)
         check_query_key(query, key)

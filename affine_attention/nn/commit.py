@@ -154,7 +154,7 @@ def affine_scales(model: nn.Module) -> list[AffineScale]:
             continue
         seen.add(module)
         if isinstance(module, AffineScale):
-            if module.mechanism.bias:
+            if module.has_running_alpha:
                 found.append(module)
         else:
             children = reversed(module._modules.values())

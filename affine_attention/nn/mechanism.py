@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from ..messages import check_flag, did_you_mean, shown
+from .coefficients import ALPHA_RULES, BETA_RULES, LARGEST, AlphaRule, BetaRule
 
-ACTIVATIONS = ("linear_clipping", "sigmoid")
 SINKS = ("zero", "learned")
 BIAS_LENGTH_WORDS = ("visible", "keys")
 PAPER_TRAINING_LENGTH = 2048
 MAX_BIAS_LENGTH = 2**31 - 1
-LARGEST = 3.4e38  # largest initial value of a parameter, finite in fp32
+BIASES = tuple(name for name in BETA_RULES if name != "running_average")  # the rules other than True
+# Settings that `to_dict` writes only if they differ from their defaults: files of a mechanism without them stay as they
+# were before the setting existed, bitwise.
+LATER_SETTINGS = ("alpha_start",)
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,11 @@ class Mechanism:
 
     Attributes:
         name: its name in tables and checkpoints.
-        activation: phi of alpha = phi(W_a x): "linear_clipping" (the paper), "sigmoid", or None for no alpha.
-        bias: True for beta = (running_alpha - alpha) / N (Eq. 8).
+        activation: the rule of alpha, one of ALPHA_RULES in coefficients.py: phi of alpha = phi(W_a x),
+            "linear_clipping" (the paper), "sigmoid", "double_sigmoid", "softplus"; or "per_head" (one learned number
+            per head), "constant"; None for no alpha.
+        bias: the rule of beta: True for beta = (running_alpha - alpha) / N (Eq. 8), "centred" for -c_h alpha / N with a
+            learned c_h, "free" for W_b x / N, False for no beta.
         sink: "learned" (one logit per head), "zero" (off by one), or None.
         gate: True for an output gate sigmoid(W_g x) per head and channel.
         bias_length: N of Eq. 8. An integer L means max(L, visible keys), which is the paper's N if L is the training
@@ -38,11 +45,12 @@ class Mechanism:
         running_alpha_start: initial value of the running average (the paper: 0).
         init_std: standard deviation of the initial W_a and W_g.
         sink_start: initial value of the learned sink.
+        alpha_start: initial value of alpha, where W_a x is 0; None: that of the rule (0.5 for the paper's).
     """
 
     name: str = "softmax"
-    activation: Literal["linear_clipping", "sigmoid"] | None = None
-    bias: bool = False
+    activation: str | None = None
+    bias: bool | Literal["centred", "free"] = False
     sink: Literal["zero", "learned"] | None = None
     gate: bool = False
     bias_length: int | Literal["visible", "keys"] = PAPER_TRAINING_LENGTH
@@ -50,28 +58,82 @@ class Mechanism:
     running_alpha_start: float = 0.0
     init_std: float = 0.02
     sink_start: float = 0.0
+    alpha_start: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a non-empty string, got {shown(self.name)}")
-        _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("activation", self.activation, tuple(ALPHA_RULES))
         _check_choice("sink", self.sink, SINKS)
-        for flag in ("bias", "gate"):
-            check_flag(flag, getattr(self, flag))
-        if self.bias and self.activation is None:
-            raise ValueError(
-                "bias=True needs an alpha, since beta = (running_alpha - alpha) / N, got activation=None; "
-                'set activation="linear_clipping" or bias=False'
-            )
+        check_flag("gate", self.gate)
+        _check_bias(self.bias, self.activation)
         _check_bias_length(self.bias_length)
+        _check_alpha_start(self.alpha_start, self.activation)
         _check_number("momentum", self.momentum, 0.0, 1.0)
-        _check_number("running_alpha_start", self.running_alpha_start, 0.0, 1.0)
+        largest_alpha = 1.0 if self.alpha_rule is None else max(1.0, self.alpha_rule.limits[1])
+        _check_number("running_alpha_start", self.running_alpha_start, 0.0, largest_alpha)
         _check_number("init_std", self.init_std, 0.0, LARGEST)
         _check_number("sink_start", self.sink_start, -LARGEST, LARGEST)
 
     @property
     def has_alpha(self) -> bool:
         return self.activation is not None
+
+    @property
+    def alpha_rule(self) -> AlphaRule | None:
+        return None if self.activation is None else ALPHA_RULES[self.activation]
+
+    @property
+    def beta_rule(self) -> BetaRule | None:
+        return BETA_RULES[self.beta_name] if self.bias else None
+
+    @property
+    def beta_name(self) -> str:
+        """The name of the rule of beta in BETA_RULES, "" for no beta."""
+        return "running_average" if self.bias is True else self.bias or ""
+
+    @property
+    def has_running_alpha(self) -> bool:
+        """True for Eq. 8's beta, the only one with a running average."""
+        return self.beta_rule is not None and self.beta_rule.term == "average"
+
+    @property
+    def initial_alpha(self) -> float:
+        """alpha of a new layer with W_a = 0: `alpha_start`, or the start of the rule; 1 for no alpha."""
+        if self.alpha_rule is None:
+            return 1.0
+        return self.alpha_rule.start if self.alpha_start is None else float(self.alpha_start)
+
+    @property
+    def nonnegative_alpha(self) -> bool:
+        """True if alpha >= 0 whatever the parameters are, which the operator's backward can use."""
+        return self.alpha_rule is None or self.alpha_rule.nonnegative
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if the GPU kernels of ops/fused compute alpha and beta; the others run as PyTorch formulas there too."""
+        return (
+            self.activation in ("linear_clipping", "sigmoid")
+            and self.initial_alpha == ALPHA_RULES[self.activation].start
+            and (not self.bias or self.has_running_alpha)
+        )
+
+    @property
+    def identity_scale(self) -> float | None:
+        """The factor by which a new layer with zero gates scales attention, if it is an exact power of 2; else None.
+
+        Then the inverse factor on the output projection gives the outputs of softmax attention bitwise. A constant
+        alpha other than 1 has no such factor either: a checkpoint without parameters of the mechanism does not tell
+        whether the projection was scaled.
+        """
+        alpha, rule = self.initial_alpha, self.alpha_rule
+        if self.sink is not None or math.frexp(alpha)[0] != 0.5:
+            return None
+        if rule is not None and not (rule.is_exact or alpha == rule.start):
+            return None
+        if rule is not None and rule.scores == "constant" and alpha != 1.0:
+            return None
+        return alpha * (0.5 if self.gate else 1.0)
 
     @property
     def can_generate(self) -> bool:
@@ -99,12 +161,17 @@ class Mechanism:
         from .arguments import check_sizes  # imports torch, which the settings of a mechanism do not need
 
         check_sizes(embed_dim, num_heads, head_dim)
-        alpha = embed_dim * num_heads if self.has_alpha else 0
+        sizes = {"token": embed_dim * num_heads, "head": num_heads}
+        alpha = 0 if self.alpha_rule is None else sizes.get(self.alpha_rule.scores, 0)
+        beta = 0 if self.beta_rule is None else sizes.get(self.beta_rule.term, 0)
         gate = embed_dim * num_heads * head_dim if self.gate else 0
-        return alpha + gate + (num_heads if self.sink == "learned" else 0)
+        return alpha + beta + gate + (num_heads if self.sink == "learned" else 0)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All settings; those of LATER_SETTINGS only where they differ from their defaults."""
+        usual = {field.name: field.default for field in fields(self)}
+        later = {name for name in LATER_SETTINGS if getattr(self, name) == usual[name]}
+        return {name: value for name, value in asdict(self).items() if name not in later}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Mechanism:
@@ -152,6 +219,41 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be None or one of {known}, got {shown(value)}{did_you_mean(value, choices)}")
 
 
+def _check_bias(bias: Any, activation: str | None) -> None:
+    if isinstance(bias, str):
+        if bias not in BIASES:
+            known = ", ".join(map(repr, BIASES))
+            hint = did_you_mean(bias, BIASES)
+            raise ValueError(f"bias must be True (Eq. 8), False or one of {known}, got {shown(bias)}{hint}")
+    else:
+        check_flag("bias", bias)
+    if bias and activation is None:
+        raise ValueError(
+            f"bias={bias!r} needs an alpha, which its formula contains or which it is a control for, got "
+            'activation=None; set activation="linear_clipping", activation="constant" or bias=False'
+        )
+    if bias is True and activation is not None and ALPHA_RULES[activation].scores != "token":
+        raise ValueError(
+            "bias=True needs an alpha that depends on the token: the running average of any other alpha is that alpha, "
+            f"so that beta = (running_alpha - alpha) / N tends to 0, got activation={activation!r}; "
+            'set bias="centred", bias="free" or bias=False'
+        )
+
+
+def _check_alpha_start(value: Any, activation: str | None) -> None:
+    if value is None:
+        return
+    if activation is None:
+        raise ValueError(f"alpha_start needs an alpha, got alpha_start={shown(value)} with activation=None")
+    low, high = ALPHA_RULES[activation].limits
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"alpha_start must be a number or None, got {shown(value)}")
+    if not low < value < high:  # NaN fails too
+        raise ValueError(
+            f"alpha_start must be above {low:g} and below {high:g} for activation={activation!r}, got {shown(value)}"
+        )
+
+
 def _check_bias_length(value: Any) -> None:
     rule = 'bias_length must be an integer of at least 1, "visible" or "keys"'
     if isinstance(value, str):
@@ -183,5 +285,12 @@ PRESETS: dict[str, Mechanism] = {
         Mechanism("affine_gated", activation="linear_clipping", bias=True, gate=True),
         Mechanism("head_gated", activation="sigmoid"),
         Mechanism("affine_no_bias", activation="linear_clipping"),
+        Mechanism("affine_low_start", activation="linear_clipping", bias=True, alpha_start=0.25),
+        Mechanism("affine_centred", activation="linear_clipping", bias="centred", bias_length="visible"),
+        Mechanism("affine_free", activation="linear_clipping", bias="free", bias_length="visible"),
+        Mechanism("head_gated_double", activation="double_sigmoid"),
+        Mechanism("head_gated_softplus", activation="softplus"),
+        Mechanism("per_head_alpha", activation="per_head"),
+        Mechanism("constant_alpha", activation="constant"),
     )
 }

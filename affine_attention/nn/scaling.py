@@ -9,16 +9,19 @@ commit.py updates the running average from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.dtypes import row_dtype
 from ..ops.fused import HAS_TRITON, INTERPRETED
 from .arguments import check_place, check_size
+from .coefficients import ALPHA_RULES, BETA_RULES
 from .mechanism import Mechanism
 
+WIDE = (torch.float32, torch.float64)
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Triton's interpreter multiplies the bit patterns of bf16 tiles.
 PROJECTED_DTYPES = FUSED_DTYPES[1:] if INTERPRETED else FUSED_DTYPES
@@ -27,13 +30,7 @@ MAX_PROJECTED_BYTES = 256  # of one column of W_a: 128 heads in bf16, 64 in fp32
 
 def linear_clipping(x: Tensor) -> Tensor:
     """Eq. 11: 0.1 x + 0.5, clipped to [0, 1]."""
-    return torch.clamp(0.1 * x + 0.5, 0.0, 1.0)
-
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear_clipping": linear_clipping,
-    "sigmoid": torch.sigmoid,
-}
+    return ALPHA_RULES["linear_clipping"].function(x, 0.5)
 
 
 class _CollectAlpha(torch.autograd.Function):
@@ -126,11 +123,16 @@ def _projected_coefficients(*arguments: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class AffineScale(nn.Module):
-    """alpha = phi(W_a x) for every query head, and beta = (running_alpha - alpha) / N where the mechanism has a bias.
+    """alpha and beta for every query head, by the rules of the mechanism (coefficients.py).
+
+    The paper's: alpha = phi(W_a x) and beta = (running_alpha - alpha) / N.
 
     Attributes:
-        proj: W_a, no bias.
-        running_alpha: [H] fp32 in every dtype of the model; part of the checkpoint (mechanisms with a bias only).
+        proj: W_a, no bias; None for a rule of alpha that does not look at the token.
+        head_alpha: [H], one alpha per head, for activation="per_head"; else None.
+        beta_proj: W_b, no bias, for bias="free"; else None.
+        head_beta: [H], c_h of beta = -c_h alpha / N, for bias="centred"; else None.
+        running_alpha: [H] fp32 in every dtype of the model; part of the checkpoint (Eq. 8's beta only).
     """
 
     running_alpha: Tensor
@@ -156,20 +158,46 @@ class AffineScale(nn.Module):
             raise ValueError(
                 f"AffineScale needs a mechanism with an alpha, got {mechanism.name!r} with activation=None"
             )
-        self.mechanism = mechanism
-        self.activation = ACTIVATION_FUNCTIONS[mechanism.activation]
-        self.proj = nn.Linear(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
-        if mechanism.bias:
+        self.mechanism, self.num_heads = mechanism, num_heads
+        # Attributes, not properties of the mechanism: forward reads them in every layer and step.
+        self.beta_name, self.initial_alpha = mechanism.beta_name, mechanism.initial_alpha
+        self.has_kernels, self.has_running_alpha = mechanism.has_kernels, mechanism.has_running_alpha
+        beta_rule = mechanism.beta_rule
+        scores = ALPHA_RULES[mechanism.activation].scores
+        term = None if beta_rule is None else beta_rule.term
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.proj = nn.Linear(embed_dim, num_heads, bias=False, **like) if scores == "token" else None
+        self.head_alpha = nn.Parameter(torch.empty(num_heads, **like)) if scores == "head" else None
+        self.beta_proj = nn.Linear(embed_dim, num_heads, bias=False, **like) if term == "token" else None
+        self.head_beta = nn.Parameter(torch.empty(num_heads, **like)) if term == "head" else None
+        if mechanism.has_running_alpha:
             self.register_buffer("running_alpha", torch.empty(num_heads, dtype=torch.float32, device=device))
             self.register_buffer("collected", _new_collected(num_heads, self.running_alpha.device), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.proj.weight, std=self.mechanism.init_std)
-        if self.mechanism.bias:
-            self.running_alpha.fill_(self.mechanism.running_alpha_start)
+        for start in self.starts():
+            start.fill()
+        if self.mechanism.has_running_alpha:
             self.discard_collected()
+
+    def starts(self, identity: bool = False) -> Iterator[Start]:
+        """The initial values of all parameters and of the running average, in the order in which they are drawn.
+
+        Args:
+            identity: for a start whose alpha is `mechanism.initial_alpha` and whose beta is 0 for every token.
+        """
+        mechanism = self.mechanism
+        for proj in (self.proj, self.beta_proj):
+            if proj is not None:
+                yield Start(proj.weight, 0.0, 0.0 if identity else mechanism.init_std)
+        if self.head_alpha is not None:
+            yield Start(self.head_alpha, mechanism.initial_alpha)
+        if self.head_beta is not None:
+            yield Start(self.head_beta, 0.0)
+        if mechanism.has_running_alpha:
+            yield Start(self.running_alpha, mechanism.initial_alpha if identity else mechanism.running_alpha_start)
 
     def forward(
         self, hidden: Tensor, num_keys: Tensor | int | None = None, token_mask: Tensor | None = None
@@ -181,32 +209,54 @@ class AffineScale(nn.Module):
             num_keys: N of Eq. 8, broadcastable to [B, H, T].
             token_mask: boolean [B, T], True for real tokens: padding does not enter the running average.
         """
-        has_one_divisor = not self.mechanism.bias or isinstance(num_keys, int)
-        proj = self.proj
-        may_use_kernels = has_one_divisor and (hidden.is_cuda or INTERPRETED)
-        projects = may_use_kernels and _can_project(proj, hidden)
-        source = hidden if projects else proj(hidden)
+        # Not self.proj: an attribute of a module that is a module or buffer takes ten times as long to find.
+        mechanism, proj = self.mechanism, self._modules.get("proj")
+        if num_keys is None and mechanism.bias:
+            raise ValueError(f"num_keys is missing: it is N of beta = {BETA_RULES[self.beta_name].formula}")
+        has_one_divisor = not mechanism.bias or isinstance(num_keys, int)
+        # The kernels serve the paper's rules (`has_kernels`); the others are the formulas below on every device.
+        may_use_kernels = has_one_divisor and (hidden.is_cuda or INTERPRETED) and self.has_kernels
+        projects = may_use_kernels and proj is not None and _can_project(proj, hidden)
+        source = hidden if projects or proj is None else proj(hidden)
         running_alpha = collected = None
-        if self.mechanism.bias:
-            if num_keys is None:
-                raise ValueError("num_keys is missing: beta = (running_alpha - alpha) / num_keys needs it (Eq. 8)")
-            running_alpha, collected = self.running_alpha, self._collected(source)
-        activation = self.mechanism.activation
+        if self.has_running_alpha:
+            running_alpha, collected = self._buffers["running_alpha"], self._collected(source)
         if projects:
-            weight = proj.weight
-            return _projected_coefficients(hidden, weight, activation, running_alpha, num_keys, token_mask, collected)
-        scores_BTH = source
-        if may_use_kernels and _can_fuse(scores_BTH):
-            return _fused_coefficients()(scores_BTH, activation, running_alpha, num_keys, token_mask, collected)
-        # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
-        wide = scores_BTH.dtype in (torch.float32, torch.float64)
-        alpha_BTH = self.activation(scores_BTH if wide else scores_BTH.float())
+            assert proj is not None
+            arguments = (mechanism.activation, running_alpha, num_keys, token_mask, collected)
+            return _projected_coefficients(hidden, proj.weight, *arguments)
+        if may_use_kernels and _can_fuse(source):
+            arguments = (mechanism.activation, running_alpha, num_keys, token_mask, collected)
+            return _fused_coefficients()(source, *arguments)
+        if proj is None:
+            scores_BTH = self._scores_of_heads(hidden)
+        else:
+            # Row quantities in fp32 or better: in bf16 alpha would move in steps of 0.004.
+            scores_BTH = source if source.dtype in WIDE else source.float()
+        assert mechanism.activation is not None
+        alpha_BTH = ALPHA_RULES[mechanism.activation].function(scores_BTH, self.initial_alpha)
         if collected is not None:
             alpha_BTH = _CollectAlpha.apply(alpha_BTH, token_mask, collected)
         alpha = alpha_BTH.transpose(1, 2)
-        if running_alpha is None or num_keys is None:
+        if not mechanism.bias:
             return alpha, None
-        return alpha, (running_alpha[:, None] - alpha) / num_keys
+        term = self._term(hidden) if running_alpha is None else running_alpha[:, None]
+        return alpha, BETA_RULES[self.beta_name].function(alpha, term, num_keys)
+
+    def _scores_of_heads(self, source: Tensor) -> Tensor:
+        """What a rule of alpha without W_a receives, [B, T, H]; of `source` only the shape and dtype are used."""
+        if self.head_alpha is not None:
+            scores_H = _wide(own_heads(self.head_alpha))
+        else:
+            scores_H = torch.zeros(self.num_heads, dtype=row_dtype(source.dtype), device=source.device)
+        return scores_H.expand(*source.shape[:2], -1)
+
+    def _term(self, hidden: Tensor) -> Tensor:
+        """The second argument of the rule of beta: [H, 1], or [B, H, T] for W_b x."""
+        if self.beta_proj is not None:
+            return _wide(self.beta_proj(hidden)).transpose(1, 2)
+        assert self.head_beta is not None
+        return _wide(own_heads(self.head_beta))[:, None]
 
     def _collected(self, source: Tensor) -> Tensor | None:
         """The leaf that collects alpha, on the device of `source`; None where this call is not collected."""
@@ -236,21 +286,23 @@ class AffineScale(nn.Module):
         It serves training on a Hopper GPU: a node costs the host as much as several launches. `gate_of` turns hidden
         states into the gate.
         """
-        mechanism, proj = self.mechanism, self._modules["proj"]
+        mechanism, proj = self.mechanism, self._modules.get("proj")
+        if proj is None or not self.has_kernels:
+            return None
         has_divisor = not mechanism.bias or isinstance(num_keys, int)
-        if not (query.is_cuda and has_divisor and torch.is_grad_enabled() and _can_project(proj, hidden)):  # type: ignore[arg-type]
+        if not (query.is_cuda and has_divisor and torch.is_grad_enabled() and _can_project(proj, hidden)):
             return None
         if _is_altered(self):
             return None
-        weight: Any = proj._parameters["weight"]  # type: ignore[union-attr]
+        weight: Any = proj._parameters["weight"]
         from ..ops.fused.projected import can_project, projected_attention
 
-        if not can_project(query, key, value, hidden, weight) or not (sink is None or sink.is_contiguous()):
+        if not can_project(query, key, value, hidden, weight, sink):
             return None
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return None
         running_alpha = collected = None
-        if mechanism.bias:
+        if self.has_running_alpha:
             running_alpha, collected = self._buffers["running_alpha"], self._collected(hidden)
         gate = gate_of(hidden)
         if collected is None and not (
@@ -271,7 +323,7 @@ class AffineScale(nn.Module):
 
         `collected` does not go through `fn`: its values are never read, and a device may not have its dtype.
         """
-        if not self.mechanism.bias:
+        if not self.mechanism.has_running_alpha:
             return super()._apply(fn, recurse)
         running_alpha, collected = self.running_alpha, self._buffers.pop("collected")
         super()._apply(fn, recurse)
@@ -286,7 +338,7 @@ class AffineScale(nn.Module):
         """A checkpoint without running_alpha is an error even where other missing keys are accepted."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         key = f"{prefix}running_alpha"
-        if self.mechanism.bias and key not in state_dict and f"{prefix}proj.weight" in state_dict:
+        if self.mechanism.has_running_alpha and key not in state_dict and f"{prefix}proj.weight" in state_dict:
             raise ValueError(
                 f"the checkpoint has {prefix}proj.weight but not {key}: it was not written by this package or has lost "
                 "its running average; add the tensor, or set it to a start value on purpose"
@@ -294,6 +346,29 @@ class AffineScale(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.mechanism.activation}, bias={self.mechanism.bias}, N={self.mechanism.bias_length}"
+
+
+class Start(NamedTuple):
+    """The initial value of a tensor: drawn from a normal distribution, or constant for a deviation of 0."""
+
+    tensor: Tensor
+    mean: float
+    std: float = 0.0
+
+    def fill(self) -> None:
+        if self.std:
+            nn.init.normal_(self.tensor, self.mean, self.std)
+        else:
+            self.tensor.fill_(self.mean)
+
+
+def own_heads(parameter: Tensor) -> Tensor:
+    """A parameter of one number per head; this rank's heads of it under tensor parallelism."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in WIDE else x.float()
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

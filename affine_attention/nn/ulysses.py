@@ -129,6 +129,11 @@ class SequenceGroup:
         alpha, beta, sink, gate = coefficients
         query, key, value, alpha, beta, gate = self._exchange([query, key, value, alpha, beta, gate])
         if sink is not None:
+            if sink.dim() != 1:
+                raise ValueError(
+                    f"sink must have shape [H] under sequence parallelism, got {list(sink.shape)}: a sink per row "
+                    "[B, H, T] is not exchanged between ranks; use one sink per head"
+                )
             heads = sink.shape[0] // self.size
             sink = sink[self.rank * heads : (self.rank + 1) * heads]
         return query, key, value, Coefficients(alpha, beta, sink, gate)
@@ -198,8 +203,8 @@ class SequenceGroup:
         query, key, value, rows = self.to_heads(query, key, value, rows)
         return self.to_part(
             attention(
-                query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale, nonnegative_alpha=True,
-                impl=impl,
+                query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale,
+                nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
 

@@ -23,13 +23,23 @@ class Rows(NamedTuple):
 
     alpha: Tensor | None = None  # [B, H, T]
     beta: Tensor | None = None  # [B, H, T]
-    sink: Tensor | None = None  # [H]
+    sink: Tensor | None = None  # [H], or [B, H, T]
     gate: Tensor | None = None  # [B, H, T, D]
+
+    @property
+    def has_row_sinks(self) -> bool:
+        """True if every row has a sink of its own, [B, H, T]."""
+        return self.sink is not None and len(self.sink.shape) == 3
 
     @property
     def is_plain(self) -> bool:
         """True for plain softmax attention."""
         return self.alpha is None and self.beta is None and self.sink is None and self.gate is None
+
+
+def sink_by_row(sink: Tensor) -> Tensor:
+    """A sink [H] or [B, H, T] in a shape that broadcasts to [B, H, T]."""
+    return sink if sink.dim() == 3 else sink[:, None]
 
 
 class AttentionCall(NamedTuple):
@@ -129,6 +139,15 @@ class RowSpecs(NamedTuple):
     beta: TensorSpec | None
     sink: TensorSpec | None
     gate: TensorSpec | None
+
+    @property
+    def has_row_sinks(self) -> bool:
+        return self.sink is not None and len(self.sink.shape) == 3
+
+    @property
+    def sink_strides(self) -> tuple[int, ...] | None:
+        """The strides of a sink [B, H, T], None for a sink [H]."""
+        return None if self.sink is None or len(self.sink.shape) == 1 else self.sink.stride()
 
     @property
     def is_plain(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from .call import AttentionCall
+from .call import AttentionCall, sink_by_row
 from .dtypes import row_dtype, sum_dtype
 from .few_keys import has_few_keys, softmax_backward_of_few_keys
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
@@ -57,9 +57,8 @@ class _Saved(NamedTuple):
     sink: Tensor | None
 
     def part(self, rows: slice) -> _Saved:
-        """Slices all tensors but the sink, which has no batch dimension."""
-        parts: list[Any] = [None if x is None else x[rows] for x in self[:-1]]
-        return _Saved._make([*parts, self.sink])
+        """Slices all tensors but a sink [H], which has no batch dimension."""
+        return _Saved._make(x if x is None or x.dim() == 1 else x[rows] for x in self)
 
 
 class _Gradients(NamedTuple):
@@ -119,7 +118,7 @@ class _Composed(torch.autograd.Function):
             for name, grad in part._asdict().items():
                 if grad is None:
                     continue
-                if name == "sink":
+                if name == "sink" and grad.dim() == 1:
                     total[name] = total[name] + grad if name in total else grad
                 else:
                     if name not in total:
@@ -147,6 +146,7 @@ def _gradients(
     """B1 to B6; None for gradients that are not needed."""
     query, key, value, alpha, beta, gate, softmax_out, lse, empty, sink = saved
     query, alpha, beta, gate = (_without_rows(x, empty) for x in (query, alpha, beta, gate))
+    sink = _without_rows(sink, empty) if sink is not None and sink.dim() == 3 else sink
     grad_out = _without_rows(grad_out, empty)
     rows = row_dtype(query.dtype)
     key, value, _ = zero_nonfinite(key, value)
@@ -162,8 +162,9 @@ def _gradients(
             grads["alpha"] = alpha_grad.to(alpha.dtype)
         if sink is not None:
             delta = alpha_grad if alpha is None else alpha_grad * alpha.to(rows)
-            sink_weight = torch.exp(sink.to(rows)[:, None] - lse)
-            grads["sink"] = -(sink_weight * delta).sum((0, 2), dtype=sum_dtype(rows)).to(sink.dtype)
+            by_row = -torch.exp(sink_by_row(sink.to(rows)) - lse) * delta
+            by_head = by_row if sink.dim() == 3 else by_row.sum((0, 2), dtype=sum_dtype(rows))
+            grads["sink"] = by_head.to(sink.dtype)
     if beta is not None and need.beta:
         sums = _value_sums(value, visibility)  # recomputed, since saving it would cost more
         grads["beta"] = _row_dot(_split_heads(inner, sums.shape[1]), sums[:, :, None]).flatten(1, 2).to(beta.dtype)

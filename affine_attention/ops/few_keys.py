@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .call import sink_by_row
 from .dtypes import row_dtype
 from .visibility import Visibility
 
@@ -44,6 +45,7 @@ def softmax_backward_of_few_keys(
     """Gradients of the softmax part with respect to query, key and value, in blocks of queries."""
     dtype, heads, groups = row_dtype(query.dtype), query.shape[1], key.shape[1]
     key_BHSD, value_BHSD = (x.to(dtype).repeat_interleave(heads // groups, 1) for x in (key, value))
+    sink_BHT = sink_by_row(sink.to(dtype)).expand(query.shape[:3])
     grad_query = torch.zeros_like(query, dtype=dtype)
     grad_key, grad_value = torch.zeros_like(key_BHSD), torch.zeros_like(value_BHSD)
     for first in range(0, query.shape[2], QUERY_BLOCK):
@@ -56,7 +58,8 @@ def softmax_backward_of_few_keys(
         visible = visibility.block(rows, keys)
         if visible is not None:
             scores = scores.masked_fill(~visible, -torch.inf)
-        weights = torch.softmax(torch.cat([scores, _sink_column(sink, scores)], -1), -1)[..., :-1]
+        weights = torch.softmax(torch.cat([scores, sink_BHT[:, :, rows, None]], -1), -1)[..., :-1]
+        weights = weights.masked_fill(scores == -torch.inf, 0)  # a row without keys and with a sink of -inf is NaN
         grad_weights = (grad_block @ value_BHSD[:, :, keys].mT).masked_fill(weights == 0, 0)
         delta = (weights * grad_weights).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - delta) * softmax_scale
@@ -65,8 +68,3 @@ def softmax_backward_of_few_keys(
         grad_value[:, :, keys] += weights.mT @ grad_block
     grad_key, grad_value = (x.unflatten(1, (groups, -1)).sum(2) for x in (grad_key, grad_value))
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-def _sink_column(sink_H: Tensor, scores_BHTS: Tensor) -> Tensor:
-    """The sink as one more score of every row, [B, H, T, 1]."""
-    return sink_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:-1], 1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .call import sink_by_row
 from .dtypes import row_dtype
 from .sdpa import PLAIN, Kernel, choose_kernel
 from .visibility import Visibility
@@ -115,7 +116,10 @@ def softmax_forward(
         empty = None
 
     if sink is not None:
-        with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None].expand_as(lse))
+        row_sink = sink_by_row(sink.to(lse.dtype)).expand_as(lse)
+        if empty is not None and sink.dim() == 3:
+            row_sink = row_sink.masked_fill(empty, -torch.inf)  # a row that sees no key is zero, whatever its sink
+        with_sink = torch.logaddexp(lse, row_sink)
         out = (out * _exp_difference(lse, with_sink)[..., None]).to(query.dtype)
         lse = with_sink
     return out, lse.masked_fill(lse == -torch.inf, torch.inf), empty, aux

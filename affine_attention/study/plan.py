@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..lab.names import folder_name
-from ..lab.recipe import BESIDE, Recipe, parse_setting
+from ..lab.recipe import Recipe, parse_setting
 from ..nn import Mechanism
-from ..recipes import TEACHERS, recipe
+from ..recipes import STUDY_TEACHER, TEACHERS, recipe
 from .sweep import check_sweeps, label_of, points
 
 MECHANISM_SETTINGS = {item.name for item in dataclasses.fields(Mechanism)} - {"name"}
@@ -87,10 +87,15 @@ class Plan:
                 raise ValueError(f"the values of a grid must differ, but {same!r} and {name!r} are the same settings")
 
     @property
+    def converts_its_own(self) -> bool:
+        """True if the students start from the model that the study trains first."""
+        return recipe(self.recipe, "softmax", self.settings).student == STUDY_TEACHER
+
+    @property
     def teacher(self) -> Recipe | None:
-        """The recipe of the teacher that the study trains first; None if a teacher is given or none is wanted."""
-        given = "teacher" in self.settings or "teacher" in self.sweeps
-        if given or self.recipe not in TEACHERS or recipe(self.recipe).teacher is not None:
+        """The recipe of the model that the study trains first: the teacher if none is given, or the one to convert."""
+        given = "teacher" in self.settings or "teacher" in self.sweeps or recipe(self.recipe).teacher is not None
+        if self.recipe not in TEACHERS or (given and not self.converts_its_own):
             return None
         students_own = ("data", "heldout", "text_column", "tokenizer", "vocabulary_size", "sequence_length", "dtype")
         shared = {key: value for key, value in self.settings.items() if key in students_own}
@@ -105,7 +110,7 @@ class Plan:
     def jobs(self, out: Path) -> list[Job]:
         """The students in execution order: all mechanisms of a seed at every point of the grid, then the next seed."""
         # Relative to the run folder, so that a study can be moved.
-        teacher = f"{BESIDE}../teacher/model" if self.teacher is not None else None
+        teacher = STUDY_TEACHER if self.teacher is not None and not self.converts_its_own else None
         return [
             Job(f"{folder_name(variant + label_of(point))}-seed{seed}", self._recipe(variant, seed, teacher, point))
             for seed in self.seeds
@@ -126,6 +131,15 @@ class Plan:
             own["teacher"] = teacher
         return recipe(self.recipe, mechanism, {**self.settings, **own, **point, **settings})
 
+    def of_known_size(self, built: Recipe) -> Recipe:
+        """A recipe for estimates: a student that starts from a model which is not trained yet has that model's size."""
+        first = self.teacher
+        if first is None or built.student != STUDY_TEACHER:
+            return built
+        return dataclasses.replace(
+            built, student=first.student, student_changes=first.student_changes, teacher=STUDY_TEACHER
+        )
+
     def describe(self, out: Path = Path("runs/study")) -> str:
         """The runs of the study and their cost."""
         from ..lab.estimate import describe_run
@@ -139,7 +153,7 @@ class Plan:
             + (f", {self.teacher.tokens:,} for the teacher" if self.teacher else ""),
             "",
             f"the first student ({jobs[0].name}):",
-            describe_run(jobs[0].recipe),
+            describe_run(self.of_known_size(jobs[0].recipe)),
         ]
         return "\n".join(lines)
 

@@ -62,7 +62,8 @@ def run_study(
     teacher = plan.teacher
     jobs = ([Job("teacher", teacher)] if teacher is not None else []) + plan.jobs(out)
     check_earlier_runs(jobs, out)
-    check_space(jobs, out, None if keep_weights else parallel)
+    sized = [Job(job.name, plan.of_known_size(job.recipe)) for job in jobs]
+    check_space(sized, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
     work = StudentWork(plan, out, device, keep_weights, cache, report_to)
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
@@ -185,10 +186,16 @@ def check_space(jobs: list[Job], out: Path, at_once: int | None = None) -> None:
 
 
 def _bytes_of(recipe: Recipe) -> int:
-    """The model and its checkpoints with AdamW's two moments, plus one checkpoint that is being written."""
+    """The model and its checkpoints with AdamW's two moments, plus one checkpoint that is being written.
+
+    0 if the student starts from a checkpoint on the hub that is not on this machine: training checks it again.
+    """
     from ..lab.estimate import count_parameters, meta_student
 
-    weights = 4 * count_parameters(meta_student(recipe)).total
+    try:
+        weights = 4 * count_parameters(meta_student(recipe)).total
+    except OSError:
+        return 0
     return weights + 3 * weights * (recipe.keep_checkpoints + 1)
 
 

@@ -57,7 +57,7 @@ def run_one(task: Task, setting: Setting, mechanism: str, seed: int) -> dict[str
         "final": measure(model, task, evaluated),
     }
     if seed == SEEDS[0] and setting.layers == 1:
-        found["map"] = attention_map(model, evaluated[:1, :MAPPED])
+        found["map"] = attention_map(model, evaluated[:1, : min(MAPPED, setting.length)])
     return found
 
 

@@ -93,7 +93,7 @@ def verdicts(runs: Runs, layers: int) -> list[tuple[str, str, str]]:
     mean, half = paired(runs, layers, "affine", "softmax", first_softmax, FAMILY)
     ours, theirs = fmean(of_seeds(runs, layers, "affine", first_softmax)), fmean(softmax)
     verdict = (
-        "**refuted**" if mean + half >= 0 else "**supported**" if ours < theirs / 2 else "**reduces, not by half**"
+        "**refuted**" if mean + half >= 0 else "**supported**" if ours < theirs / 2 else "**reduces it, not by half**"
     )
     numbers = f"F_p {ours:.2f} against {theirs:.2f}, {signed(mean, half, 2)}"
     found.append(("P1, affine scaling removes the sink", numbers, verdict))

@@ -136,8 +136,8 @@ def weights(family: str, mechanism: str) -> None:
 
 def identity(family: str, mechanism: str) -> None:
     """start="identity" keeps the logits bitwise equal, and detach restores the plain model"""
-    if PRESETS[mechanism].sink:
-        raise NotApplicable("a sink reduces the weight of every key: there is no identity start")
+    if PRESETS[mechanism].identity_scale is None:
+        raise NotApplicable("a sink, or an alpha that does not start at a power of 2, has no identity start")
     plain = plain_model(family)
     model = attach(copy.deepcopy(plain), mechanism, start="identity")
     assert torch.equal(model(make_tokens()).logits, plain(make_tokens()).logits)

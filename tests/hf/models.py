@@ -15,6 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from affine_attention import AttentionMechanism, Mechanism
 from affine_attention.hf import attach
 from affine_attention.hf.interface import IMPLEMENTATION
+from affine_attention.nn import PRESETS
+from tests.nn.models import ALPHA_FORMULAS
 
 VOCABULARY = 64
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -39,6 +41,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
                    "embd_pdrop": 0.0},
 }  # fmt: skip
+# Every family with the mechanisms of the paper and its controls; the others differ in their coefficients alone.
+EVERY_CASE = [(family, name) for index, name in enumerate(PRESETS) for family in (FAMILIES if index < 8 else ["llama"])]
 WINDOW = 5
 SLIDING: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
@@ -72,7 +76,7 @@ def make_model(
         torch.manual_seed(seed + 1)
         for layer in mechanisms(model):
             spread(layer, 1.0)
-            if layer.scale is not None and layer.mechanism.bias:
+            if layer.scale is not None and layer.mechanism.has_running_alpha:
                 layer.scale.running_alpha.uniform_(0.1, 0.9)
     return model
 
@@ -123,15 +127,23 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
     powers = torch.exp(scores - top)
     weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink[:, None, None] - top)).clamp(min=1e-300)
     if layer.scale is not None:
-        x = affine_hidden @ layer.scale.proj.weight.T
-        alpha = (0.1 * x + 0.5).clamp(0, 1) if settings.activation == "linear_clipping" else torch.sigmoid(x)
-        alpha = alpha.transpose(1, 2)[..., None]
+        scale = layer.scale
+        x = torch.zeros(*affine_hidden.shape[:2], heads, dtype=query.dtype) if scale.head_alpha is None else (
+            scale.head_alpha.expand(*affine_hidden.shape[:2], -1))  # fmt: skip
+        if scale.proj is not None:
+            x = affine_hidden @ scale.proj.weight.T
+        alpha = ALPHA_FORMULAS[settings.activation](x, settings.initial_alpha).transpose(1, 2)[..., None]
         weights = alpha * weights
         if settings.bias:
             visible = seen.sum(-1, keepdim=True)
             length = settings.bias_length
             divisor = visible.clamp(min=length if isinstance(length, int) else 1)
-            beta = (layer.scale.running_alpha[:, None, None] - alpha) / divisor
+            if settings.bias == "centred":
+                beta = -scale.head_beta[:, None, None] * alpha / divisor
+            elif settings.bias == "free":
+                beta = (affine_hidden @ scale.beta_proj.weight.T).transpose(1, 2)[..., None] / divisor
+            else:
+                beta = (scale.running_alpha[:, None, None] - alpha) / divisor
             weights = weights + beta.masked_fill(~seen, 0)
     out = weights @ value
     if layer.gate_proj is not None:

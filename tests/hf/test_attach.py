@@ -16,7 +16,7 @@ from affine_attention.hf import WeightsNotice, attach, detach
 from affine_attention.hf.installation import PartNotice
 from affine_attention.nn import PRESETS
 
-from .models import FAMILIES, SHAPE, make_model, make_tokens, mechanisms, oracle, plain_model
+from .models import EVERY_CASE, FAMILIES, SHAPE, make_model, make_tokens, mechanisms, oracle, plain_model
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -38,8 +38,7 @@ def assert_equals_oracle(model, **inputs):
         torch.testing.assert_close(gradients[name], truth[name], **EXACT, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mechanism", PRESETS)
+@pytest.mark.parametrize(("family", "mechanism"), EVERY_CASE)
 def test_logits_and_every_gradient_equal_the_oracle(family, mechanism):
     model = make_model(family, Mechanism.named(mechanism, bias_length=6), torch.float64)
     assert_equals_oracle(model, input_ids=make_tokens())
@@ -66,7 +65,7 @@ def test_detach_restores_the_model_bit_for_bit(family):
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "gated", "affine", "affine_gated", "head_gated", "affine_no_bias"])
+@pytest.mark.parametrize("mechanism", [name for name, each in PRESETS.items() if each.identity_scale is not None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_identity_start_is_bitwise_equal_and_the_gates_can_learn(mechanism, dtype):
     plain = plain_model(dtype=dtype)

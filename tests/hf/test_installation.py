@@ -58,23 +58,26 @@ def test_a_plain_checkpoint_gets_initialised_mechanisms(mechanism, tmp_path):
         for name, parameter in layer.named_parameters():
             if name == "sink":
                 assert torch.equal(parameter, torch.full((4,), 1.5))
+            elif name.startswith("scale.head_"):
+                assert torch.equal(parameter, torch.full((4,), 1.0 if name == "scale.head_alpha" else 0.0))
             else:
                 assert abs(parameter.std() - 0.02) < 0.006, name
         if layer.mechanism.sink == "zero":
             assert torch.equal(layer.sink, torch.zeros(4))
-        if layer.mechanism.bias:
+        if layer.mechanism.has_running_alpha:
             assert torch.equal(layer.scale.running_alpha, torch.zeros(4))
     loaded.train()
     loaded(make_tokens(), labels=make_tokens()).loss.backward()
     commit_running_alpha(loaded)
-    if PRESETS[mechanism].bias:
+    if PRESETS[mechanism].has_running_alpha:
         assert (running_alphas(loaded) > 0).all()
 
 
-def test_a_plain_checkpoint_with_the_identity_start(tmp_path):
+@pytest.mark.parametrize("mechanism", ["affine_gated", "affine_low_start", "affine_free", "per_head_alpha"])
+def test_a_plain_checkpoint_with_the_identity_start(mechanism, tmp_path):
     plain = plain_model()
     plain.save_pretrained(tmp_path)
-    settings = {"mechanism": Mechanism.named("affine_gated").to_dict(), "start": "identity"}
+    settings = {"mechanism": Mechanism.named(mechanism).to_dict(), "start": "identity"}
     config = classes.AffineLlamaConfig(**plain.config.to_dict(), affine_attention=settings)
     loaded = classes.AffineLlamaForCausalLM.from_pretrained(tmp_path, config=config)
     assert torch.equal(loaded(make_tokens()).logits, plain(make_tokens()).logits)

@@ -21,6 +21,7 @@ from .models import make_model, make_tokens, running_alphas
 from .test_training import summed_loss
 
 WORLD = 2
+PARTS = ("scale.proj", "scale.beta_proj", "scale.head_alpha", "scale.head_beta", "gate_proj", "sink")
 
 
 def worker(rank: int, port: int, folder: str, kind: str) -> None:
@@ -62,13 +63,18 @@ def run_rank(rank: int, folder: str, kind: str) -> None:
     [
         ("tp", "affine_gated"),
         ("tp", "sink"),
+        ("tp", Mechanism("heads", activation="per_head", bias="centred", bias_length="visible")),
+        pytest.param("tp", "affine_free", marks=pytest.mark.slow),
+        pytest.param("tp", "constant_alpha", marks=pytest.mark.slow),
+        pytest.param("fsdp", "affine_centred", marks=pytest.mark.slow),
         pytest.param("tp", "off_by_one", marks=pytest.mark.slow),
         ("fsdp", "affine_gated"),
         ("fsdp", "sink"),
     ],
 )
 def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
-    single = make_model("llama", Mechanism.named(mechanism, bias_length=8))
+    mechanism = Mechanism.named(mechanism, bias_length=8) if isinstance(mechanism, str) else mechanism
+    single = make_model("llama", mechanism)
     single.save_pretrained(tmp_path / "model")
     mp.spawn(worker, args=(free_port(), str(tmp_path), kind), nprocs=WORLD)
     logits = single(make_tokens()).logits
@@ -84,7 +90,7 @@ def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
             torch.testing.assert_close(result["gradients"][name], p.grad, rtol=1e-3, atol=1e-3, msg=name)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert again.state_dict().keys() == single.state_dict().keys()
-    if Mechanism.named(mechanism).bias:
+    if mechanism.has_running_alpha:
         torch.testing.assert_close(running_alphas(again), running_alphas(single), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(again(make_tokens()).logits, single.eval()(make_tokens()).logits, rtol=1e-4, atol=1e-4)
 
@@ -92,7 +98,7 @@ def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
 def test_plan_entries_are_added_only_where_heads_are_sharded():
     plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
     added = set(head_plan(plan, "affine")) - set(plan)
-    assert added == {f"layers.*.self_attn.affine.{part}" for part in ("scale.proj", "gate_proj", "sink")}
+    assert added == {f"layers.*.self_attn.affine.{part}" for part in PARTS}
     whole = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
     assert head_plan(whole, "affine") == whole
     assert head_plan(None, "affine") is None

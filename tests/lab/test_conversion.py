@@ -104,8 +104,8 @@ def test_a_wrong_conversion_is_found_and_not_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "mechanism", "changes", "words"),
     [
-        ("llama", "sink", {}, 'start="identity" does not work for \'sink\''),
-        ("llama", "off_by_one", {}, 'start="identity" does not work for \'off_by_one\''),
+        ("llama", "sink", {}, "start=\"identity\" does not work for 'sink'"),
+        ("llama", "off_by_one", {}, "start=\"identity\" does not work for 'off_by_one'"),
         ("llama", "afine", {}, "did you mean 'affine'"),
     ],
 )

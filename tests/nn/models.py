@@ -9,6 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from affine_attention import Mechanism, SelfAttention
 
 VOCABULARY = 31
+# alpha of scores s and a start c, written from the sources that the entries name.
+ALPHA_FORMULAS = {
+    "linear_clipping": lambda s, c: torch.minimum(torch.maximum(s / 10 + c, torch.zeros(())), torch.ones(())),
+    "sigmoid": lambda s, c: c * s.exp() / (1 - c + c * s.exp()),
+    "double_sigmoid": lambda s, c: 2 * (c / 2) * s.exp() / (1 - c / 2 + c / 2 * s.exp()),
+    "softplus": lambda s, c: torch.log(1 + torch.expm1(torch.tensor(c, dtype=s.dtype)) * s.exp()),
+    "per_head": lambda s, c: s,
+    "constant": lambda s, c: torch.full_like(s, c),
+}
 
 
 class TinyLM(nn.Module):

@@ -28,7 +28,7 @@ def test_parameters_and_coefficients_of_every_mechanism(name):
     given = layer.coefficients(hidden, query, query, is_causal=True)
     has = [x is not None for x in given]
     mechanism = PRESETS[name]
-    assert has == [mechanism.has_alpha, mechanism.bias, mechanism.sink is not None, mechanism.gate]
+    assert has == [mechanism.has_alpha, bool(mechanism.bias), mechanism.sink is not None, mechanism.gate]
     assert layer(hidden, query, query, query, is_causal=True).shape == query.shape
 
 
@@ -73,7 +73,7 @@ def test_cached_steps_equal_one_forward(name, window, bias_length):
     assert cache.length == 17
 
 
-@pytest.mark.parametrize("name", ["softmax", "sink", "affine", "affine_gated"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_left_padded_rows_equal_unpadded_rows(name):
     layer = make_layer(Mechanism.named(name, running_alpha_start=0.4))
     lengths = (7, 3, 1)
@@ -92,8 +92,9 @@ def test_left_padded_rows_equal_unpadded_rows(name):
 
 
 @pytest.mark.parametrize("bias_length", [4, "visible"])
-def test_packed_documents_equal_separate_documents(bias_length):
-    layer = make_layer(Mechanism.named("affine_gated", bias_length=bias_length, running_alpha_start=0.4))
+@pytest.mark.parametrize("name", PRESETS)
+def test_packed_documents_equal_separate_documents(name, bias_length):
+    layer = make_layer(Mechanism.named(name, bias_length=bias_length, running_alpha_start=0.4))
     lengths = [4, 7, 1]
     documents = [torch.randn(1, n, 32, dtype=torch.float64) for n in lengths]
     ids = torch.repeat_interleave(torch.tensor([5, 2, 9]), torch.tensor(lengths))[None]
@@ -111,8 +112,19 @@ def test_state_dict_round_trip(name):
     assert torch.equal(twin.eval()(hidden), layer(hidden))
 
 
-def test_every_parameter_gets_a_gradient():
-    layer = make_layer(Mechanism.named("affine_gated", sink="learned"))
+@pytest.mark.parametrize("mechanism", [*PRESETS.values(), Mechanism.named("affine_gated", sink="learned")])
+def test_later_tokens_and_other_rows_change_nothing(mechanism):
+    layer = make_layer(mechanism)
+    hidden = torch.randn(2, 9, 32, dtype=torch.float64)
+    changed = hidden.clone()
+    changed[:, 6:] = 7.0
+    changed[1] = -3.0
+    torch.testing.assert_close(layer(changed)[0, :6], layer(hidden)[0, :6], **CLOSE)
+
+
+@pytest.mark.parametrize("mechanism", [*PRESETS.values(), Mechanism.named("affine_gated", sink="learned")])
+def test_every_parameter_gets_a_gradient(mechanism):
+    layer = make_layer(mechanism)
     layer.train()
     layer(torch.randn(2, 6, 32, dtype=torch.float64)).square().sum().backward()
     for name, parameter in layer.named_parameters():

@@ -15,8 +15,8 @@ LLAMA_1B = (2048, 16, 32, 64)
 LLAMA_3B = (3072, 28, 24, 128)
 
 
-def test_the_eight_presets_are_the_table_of_the_paper_and_its_controls():
-    table = {name: (m.activation, m.bias, m.sink, m.gate) for name, m in PRESETS.items()}
+def test_the_first_eight_presets_are_the_table_of_the_paper_and_its_controls():
+    table = {name: (m.activation, m.bias, m.sink, m.gate) for name, m in list(PRESETS.items())[:8]}
     assert table == {
         "softmax": (None, False, None, False),
         "off_by_one": (None, False, "zero", False),
@@ -54,6 +54,34 @@ def test_the_sink_adds_one_parameter_per_head():
     assert Mechanism.named("sink").extra_parameters(2048, 32, 64) == 32
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("affine_low_start", 64 * 8),
+        ("affine_centred", 64 * 8 + 8),
+        ("affine_free", 2 * 64 * 8),
+        ("head_gated_double", 64 * 8),
+        ("head_gated_softplus", 64 * 8),
+        ("per_head_alpha", 8),
+        ("constant_alpha", 0),
+    ],
+)
+def test_extra_parameters_of_the_other_rules(name, count):
+    assert Mechanism.named(name).extra_parameters(64, 8, 16) == count
+
+
+def test_settings_of_earlier_versions_load_and_are_written_unchanged():
+    """The settings of a checkpoint from before there were rules other than the paper's."""
+    earlier = {
+        "name": "affine", "activation": "linear_clipping", "bias": True, "sink": None, "gate": False,
+        "bias_length": 1024, "momentum": 0.9, "running_alpha_start": 0.0, "init_std": 0.02, "sink_start": 0.0,
+    }  # fmt: skip
+    loaded = Mechanism.from_dict(earlier)
+    assert loaded == Mechanism.named("affine", bias_length=1024)
+    assert loaded.to_dict() == earlier
+    assert Mechanism.named("affine_low_start").to_dict()["alpha_start"] == 0.25
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_json_round_trip(name):
     mechanism = Mechanism.named(name, momentum=0.95, bias_length="visible")
@@ -67,6 +95,15 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("affine", momentun=0.5), ValueError, "did you mean 'momentum'?"),
         (lambda: Mechanism.named("softmax", bias=True), ValueError, "bias=True needs an alpha"),
         (lambda: Mechanism.named("affine", activation="sigmoyd"), ValueError, "did you mean 'sigmoid'?"),
+        (lambda: Mechanism.named("affine", bias="centered"), ValueError, "did you mean 'centred'?"),
+        (lambda: Mechanism.named("affine", bias=1), TypeError, "bias must be True or False, got 1"),
+        (lambda: Mechanism.named("per_head_alpha", bias=True), ValueError, "needs an alpha that depends on the token"),
+        (lambda: Mechanism.named("softmax", bias="free"), ValueError, "bias='free' needs an alpha"),
+        (lambda: Mechanism.named("softmax", alpha_start=0.5), ValueError, "alpha_start needs an alpha"),
+        (lambda: Mechanism.named("affine", alpha_start=1.0), ValueError, "above 0 and below 1 for activation='linear_"),
+        (lambda: Mechanism.named("affine", alpha_start=math.nan), ValueError, "alpha_start must be above 0"),
+        (lambda: Mechanism.named("affine", alpha_start="low"), TypeError, "alpha_start must be a number or None"),
+        (lambda: Mechanism.named("affine", running_alpha_start=1.5), ValueError, "running_alpha_start must be"),
         (lambda: Mechanism.named("affine", sink="on"), ValueError, "sink must be None or one of 'zero', 'learned'"),
         (lambda: Mechanism.named("affine", gate=1), TypeError, "gate must be True or False, got 1"),
         (lambda: Mechanism.named("affine", bias_length=0), ValueError, "bias_length must be an integer of at least 1"),

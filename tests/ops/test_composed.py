@@ -9,6 +9,7 @@ import torch
 
 from affine_attention import attention
 from affine_attention.testing import (
+    EXTRAS,
     MAX_ERROR_RATIO,
     MAX_ROW_ERROR_RATIO,
     Case,
@@ -34,6 +35,12 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(case):
     check_accuracy(case)
 
 
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("case", grid_cases()[:24], ids=str)
+def test_error_with_an_extra_is_at_most_twice_that_of_plain_pytorch(case, extra):
+    check_accuracy(replace(case, extra=extra))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", grid_cases(1500, seed=1)[120:], ids=str)
 def test_error_is_at_most_twice_that_of_plain_pytorch_more_cases(case):
@@ -53,9 +60,11 @@ def test_fp64_equals_reference_where_lengths_differ(mechanism, queries, keys, vi
         torch.testing.assert_close(result[name], truth[name], rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_large_batches_are_processed_in_chunks_with_the_same_result(monkeypatch):
-    inputs = make_inputs(Case("affine_gated", "causal+segments+padding", batch=5, dtype=torch.float64))
-    inputs.tensors["sink"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_large_batches_are_processed_in_chunks_with_the_same_result(monkeypatch, extra):
+    inputs = make_inputs(Case("affine_gated", "causal+segments+padding", batch=5, dtype=torch.float64, extra=extra))
+    if not extra:
+        inputs.tensors["sink"] = torch.linspace(-2, 2, 4, dtype=torch.float64)
     whole = run(inputs, "composed")
     monkeypatch.setattr("affine_attention.ops.composed.CHUNK_ELEMENTS", 4 * 65 * 16 * 2)
     parts = run(inputs, "composed")
@@ -63,17 +72,17 @@ def test_large_batches_are_processed_in_chunks_with_the_same_result(monkeypatch)
         torch.testing.assert_close(parts[name], whole[name], rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
 @pytest.mark.parametrize("visibility", ["causal", "causal+window", "segments+padding", "mask"])
-def test_gradcheck(visibility):
-    inputs = make_inputs(Case("affine_gated", visibility, 1, 2, 1, 5, 7, 3, torch.float64))
-    inputs.tensors["sink"] = torch.tensor([0.3, 2.0], dtype=torch.float64)
+def test_gradcheck(visibility, extra):
+    inputs = make_inputs(Case("affine_gated", visibility, 1, 2, 1, 5, 7, 3, torch.float64, extra=extra))
+    if not extra:
+        inputs.tensors["sink"] = torch.tensor([0.3, 2.0], dtype=torch.float64)
     leaves = inputs.leaves()
     names = list(leaves)
 
     def call(*tensors):
-        given = dict(zip(names, tensors, strict=True))
-        rows = {name: given[name] for name in ("alpha", "beta", "sink", "gate")}
-        return attention(given["query"], given["key"], given["value"], **rows, **inputs.visible, impl="composed")
+        return attention(**dict(zip(names, tensors, strict=True)), **inputs.visible, impl="composed")
 
     assert torch.autograd.gradcheck(call, tuple(leaves.values()))
 
@@ -99,14 +108,16 @@ def test_second_derivative_raises():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("visibility", ["causal", "causal+window", "causal+segments+padding"])
-def test_compiles_into_one_graph(visibility):
-    inputs = make_inputs(Case("affine_gated", visibility))
+@pytest.mark.parametrize(
+    ("visibility", "extra"),
+    [("causal", ""), ("causal+window", ""), ("causal+segments+padding", ""), *(("causal", each) for each in EXTRAS)],
+)
+def test_compiles_into_one_graph(visibility, extra):
+    inputs = make_inputs(Case("affine_gated", visibility, extra=extra))
     leaves = inputs.leaves()
 
     def call(leaves):
-        rows = {name: leaves[name] for name in ("alpha", "beta", "gate")}
-        return attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible)
+        return attention(**leaves, **inputs.visible)
 
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

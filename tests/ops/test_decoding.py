@@ -10,7 +10,7 @@ from affine_attention import attention, decode_attention
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
-def make(device, queries=1, room=48, dtype=torch.float32):
+def make(device, queries=1, room=48, dtype=torch.float32, row_sinks=False):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -23,6 +23,8 @@ def make(device, queries=1, room=48, dtype=torch.float32):
         "sink": torch.linspace(-1, 3, 4).to(device),
         "gate": normal(3, 4, queries, 16).sigmoid(),
     }
+    if row_sinks:
+        rows["sink"] = rows["sink"][:, None] + normal(3, 4, queries).float()
     return tensors, rows, torch.tensor([48, 17, 5], device=device)
 
 
@@ -32,7 +34,7 @@ def separately(tensors, rows, lengths, **options):
     for b, length in enumerate(lengths.tolist()):
         part = {name: x[b : b + 1] for name, x in tensors.items()}
         part |= {name: part[name][:, :, :length] for name in ("key", "value")}
-        own = {name: x if name == "sink" else x[b : b + 1] for name, x in rows.items()}
+        own = {name: x if x.dim() == 1 else x[b : b + 1] for name, x in rows.items()}
         outs.append(attention(**part, **own, is_causal=True, impl="reference", **options))
     return torch.cat(outs)
 
@@ -40,8 +42,9 @@ def separately(tensors, rows, lengths, **options):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("queries", [1, 4, 20])
 @pytest.mark.parametrize("window", [None, 6])
-def test_lengths_crop_each_sequence(device, queries, window):
-    tensors, rows, lengths = make(device, queries)
+@pytest.mark.parametrize("row_sinks", [False, True])
+def test_lengths_crop_each_sequence(device, queries, window, row_sinks):
+    tensors, rows, lengths = make(device, queries, row_sinks=row_sinks)
     lengths = lengths.clamp(min=queries)
     for name in ("key", "value"):  # slots beyond a length are stale memory
         for b, length in enumerate(lengths.tolist()):

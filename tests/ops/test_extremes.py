@@ -330,9 +330,10 @@ def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, ki
     }[kind]
     rows = slice(0, 40 if kind == "no keys" else empty)
     tensors = every_input(keys=keys)
+    tensors["sink"] = torch.randn(2, HEADS, 40)
     grad_out = torch.randn(2, HEADS, 40, 16)
     clean = with_gradients(tensors, impl, grad_out, **visible)
-    for name in ("query", "alpha", "beta", "gate"):
+    for name in ("query", "alpha", "beta", "sink", "gate"):
         tensors[name][:, :, rows] = bad
     if compiled:
         torch._dynamo.reset()
@@ -344,7 +345,7 @@ def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, ki
     else:
         result = with_gradients(tensors, impl, grad_out, **visible)
     assert_all_close(result, clean)
-    for name in ("out", "grad_query", "grad_alpha", "grad_beta", "grad_gate"):
+    for name in ("out", "grad_query", "grad_alpha", "grad_beta", "grad_sink", "grad_gate"):
         assert not result[name][:, :, rows].any(), f"{name} must be exactly 0"
 
 

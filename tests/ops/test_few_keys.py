@@ -67,10 +67,11 @@ def test_gradients_are_as_accurate_as_the_formula_written_out(dtype, window, sin
         assert ratio <= MAX_ERROR_RATIO, f"gradient of {name}: {ratio:.2f} times the error of the formula"
 
 
+@pytest.mark.parametrize("extra", ["", "row_sink"])
 @pytest.mark.parametrize("visibility", ["causal+window", "causal+segments+padding", "head_mask"])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (5, 8), (300, 6), (9, 3)])
-def test_fp64_equals_the_reference(visibility, queries, keys):
-    inputs = make_inputs(Case("sink", visibility, queries=queries, keys=keys, dtype=torch.float64))
+def test_fp64_equals_the_reference(visibility, queries, keys, extra):
+    inputs = make_inputs(Case("sink", visibility, queries=queries, keys=keys, dtype=torch.float64, extra=extra))
     assert has_few_keys(AttentionCall.of(
         *(inputs.tensors[name] for name in ("query", "key", "value")), softmax_scale=1.0,
         visibility=check_visibility(

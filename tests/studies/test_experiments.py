@@ -6,9 +6,9 @@ import json
 import shutil
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from affine_attention.files import read_json
-from affine_attention.hf import student
 from affine_attention.lab.data.tokenizer import train_tokenizer
 from affine_attention.lab.run import RunFolder
 from affine_attention.study.stages import is_done, run_study
@@ -39,7 +39,8 @@ def places(tmp_path_factory):
     for name in ("lambada_openai_test", "piqa_val", "hellaswag_val", "arc_easy_test"):
         (data / f"evals/{name}.jsonl").write_text(question)
     teacher = tmp_path_factory.mktemp("teacher")
-    student("llama-1m", "softmax", vocab_size=300, num_hidden_layers=1).save_pretrained(teacher)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=1, **shape)).save_pretrained(teacher)
     train_tokenizer(STORIES, 300).save_pretrained(teacher)
     return data, teacher
 
@@ -58,7 +59,7 @@ def plan_of(places, name, out, *more, **settings):
     return plans.PLANS[name](given)
 
 
-@pytest.mark.parametrize(("name", "count"), [("e1", 28), ("e4", 50), ("e5", 12)])
+@pytest.mark.parametrize(("name", "count"), [("e1", 28), ("e2", 8), ("e4", 50), ("e5", 12)])
 def test_the_runs_are_those_of_the_design(places, tmp_path, capsys, name, count):
     experiments.main(["--list", *command(places, name, tmp_path)])
     names = capsys.readouterr().out.split()
@@ -72,6 +73,8 @@ def test_the_settings_are_those_of_the_design():
     of = {name: plans.runs_of(plans.PLANS[name](experiments.parse([name, *usual])), "runs") for name in plans.PLANS}
     for job in of["e1"]:
         assert (job.recipe.steps, job.recipe.global_batch, job.recipe.sequence_length) == (1200, 8, 1024)
+    for job in of["e2"]:
+        assert (job.recipe.student, job.recipe.learning_rate, job.recipe.tokens) == ("teacher", 3e-4, 580 * 65536)
     assert {(job.recipe.steps, job.recipe.warmup_steps) for job in of["e4"]} == {(400, 100)}
     assert {job.recipe.learning_rate for job in of["e4"]} == {5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
     assert {job.recipe.tokens for job in of["e5"]} == {580 * 65536, 1160 * 65536, 2320 * 65536}
@@ -118,6 +121,21 @@ def test_a_scaled_student_starts_with_scaled_projections(places, tmp_path):
         factor = 0.5 if "o_proj" in name else 1.0
         assert (half[name] == factor * weights).all()
         assert (none[name] == (factor == 1.0) * weights).all()
+
+
+def test_e2_converts_the_teacher_with_and_without_pressure(places, tmp_path, monkeypatch):
+    monkeypatch.setattr(plans, "E2_MECHANISMS", ("affine",))
+    from_teacher = {"student": None, "student_changes": None, "vocabulary_size": None, "device_batch": 2}
+    experiments.main(command(places, "e2", tmp_path, **from_teacher))
+    first = {}
+    for name, pressure in (("affine-seed0", None), ("affine_sink_pressure=first_key-seed0", "first_key")):
+        run = RunFolder(tmp_path / name)
+        assert is_done(run)
+        recipe = run.recipe()
+        assert (recipe.student, recipe.sink_pressure, recipe.learning_rate) == (str(places[1]), pressure, 3e-4)
+        first[name] = run.log()[0]["loss"]
+    # The student starts as its teacher: the distillation loss of the first step is rounding.
+    assert first["affine-seed0"] == pytest.approx(0, abs=1e-5)
 
 
 def test_e4_runs_every_rate(places, tmp_path, monkeypatch):

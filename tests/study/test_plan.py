@@ -38,6 +38,21 @@ def test_a_study_without_a_teacher_trains_one_on_the_same_data():
     assert Plan(recipe="paper_1b").teacher is None
 
 
+def test_a_conversion_starts_from_the_model_that_the_study_trains():
+    plan = Plan(recipe="convert_cpu", mechanisms=("softmax", "affine+sink_pressure=first_key"))
+    assert plan.teacher.name == "tiny_teacher"
+    first, second = (job.recipe for job in plan.jobs(Path("out")))
+    assert first.student == second.student == "beside:../teacher/model"
+    assert (first.teacher, second.sink_pressure) == ("original", "first_key")
+    assert second.located(Path("/out/affine-seed0")).teacher == "/out/teacher/model"
+    assert plan.of_known_size(first).student_changes == plan.teacher.student_changes
+    assert "trained first" in plan.describe()
+    without = Plan(recipe="convert_cpu", settings={"teacher": None})
+    assert without.teacher.name == "tiny_teacher"
+    assert without.jobs(Path("out"))[0].recipe.teacher is None
+    assert Plan(recipe="convert_cpu", settings={"student": "some/folder"}).teacher is None
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .chunks import IGNORED, LossParts, chunked_loss
-from .lm_head import TEACHER_HIDDEN, HeadInput, head_of, run_to_head
+from .lm_head import STUDENT_MASK, TEACHER_HIDDEN, HeadInput, head_of, run_to_head
 from .terms import Terms
 
 __all__ = ["DistillLoss", "LossParts"]
@@ -63,7 +63,8 @@ class DistillLoss:
     def __call__(self, student: Any, teacher: Any, inputs: Mapping[str, Any]) -> LossParts:
         """The loss of one micro-batch. `teacher` may be None if `kd_weight` is 0; both models get the same `inputs`.
 
-        If `inputs` hold cached hidden states of the teacher (teacher_cache.py), only its head runs.
+        If `inputs` hold cached hidden states of the teacher (teacher_cache.py), only its head runs. A mask of the
+        student alone (training/pressure.py) does not reach the teacher.
         """
         if inputs.get("labels") is None:
             raise ValueError(f'inputs must have "labels", got {", ".join(map(repr, inputs))}')
@@ -78,6 +79,8 @@ class DistillLoss:
             # Before the student, so that the teacher's temporaries are freed before the student stores activations.
             with torch.no_grad():
                 theirs = self._teacher_head_input(teacher, inputs)
+        if STUDENT_MASK in inputs:
+            inputs = {**inputs, "attention_mask": inputs[STUDENT_MASK]}
         ours = run_to_head(student, inputs, self._checked)
         if theirs is None:
             return chunked_loss(

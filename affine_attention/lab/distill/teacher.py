@@ -37,17 +37,20 @@ def load_teacher_tokenizer(source: str | Path) -> Any:
     return load_tokenizer_of(source, "teacher")
 
 
-def check_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
-    """Raises unless both map the same token to the same id: the loss compares the two distributions by token id."""
+def check_same_tokens(tokenizer: Any, teacher_tokenizer: Any, first: str = "student", second: str = "teacher") -> None:
+    """Raises unless both map the same token to the same id: the loss compares the two distributions by token id.
+
+    `first` and `second` name the owners of the tokenizers in the message.
+    """
     ours, theirs = tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
-    sizes = f"the student's tokenizer has {len(ours)} tokens, the teacher's {len(theirs)}"
-    way_out = "train the student with the teacher's tokenizer (tokenizer=TEACHER), or use another teacher"
+    sizes = f"the {first}'s tokenizer has {len(ours)} tokens, the {second}'s {len(theirs)}"
+    way_out = f"use the {second}'s tokenizer (tokenizer={second.upper()}), or another {second}"
     other = [(token, number) for token, number in ours.items() if theirs.get(token) != number]
     if other:
         token, number = min(other, key=lambda pair: pair[1])
         raise ValueError(
-            f"{sizes}, and {len(other)} of the student's tokens have another id: {token!r} is {number} for the student "
-            f"and {theirs.get(token, 'missing')} for the teacher; {way_out}"
+            f"{sizes}, and {len(other)} of the {first}'s tokens have another id: {token!r} is {number} for the {first} "
+            f"and {theirs.get(token, 'missing')} for the {second}; {way_out}"
         )
     if _encode(tokenizer) != _encode(teacher_tokenizer):
         raise ValueError(f"{sizes} with the same ids, but they split text differently; {way_out}")

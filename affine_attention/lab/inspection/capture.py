@@ -155,7 +155,8 @@ class Probe:
         self._add(call, "mean_logit", metrics.logit_sums(
             call.query, call.key, call.visibility, call.softmax_scale, call.token_mask
         ))  # fmt: skip
-        if call.alpha is not None:
+        rule = self._layers[call.layer].mechanism.alpha_rule
+        if call.alpha is not None and rule is not None and rule.limits == (0.0, 1.0):
             self._add(call, "saturated", metrics.share_sums(metrics.is_saturated(call.alpha), call.token_mask))
         if call.gate is not None:
             closed = metrics.is_gate_saturated(call.gate)
@@ -171,7 +172,9 @@ class Probe:
         An entry is None if the mechanism has no such part or no layer ran; a number is None if its mean does not exist
         (no token) or is not finite.
         """
-        running = [layer.scale.running_alpha for layer in self._layers if layer.scale and layer.mechanism.bias]
+        running = [
+            layer.scale.running_alpha for layer in self._layers if layer.scale and layer.mechanism.has_running_alpha
+        ]
         return {
             "mean_logit": self._means("mean_logit"),
             "saturated": self._means("saturated", over_heads=True),

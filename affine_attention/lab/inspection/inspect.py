@@ -19,8 +19,10 @@ from ..machine import describe_machine
 from ..models import find_model, load
 from ..run import SCHEMA, RunFolder
 from . import metrics
+from .activations import ActivationTally, find_layers, summarise_activations, watch_layers
 from .capture import AttentionCall, mechanism_layers, watch
 from .sequences import Sequences, find_sequences
+from .sinks import summarise_sinks, summarise_values
 from .tally import ENTROPY_EDGES, SHARE_EDGES, LayerTally
 
 EVEN = 1e-6  # if total weights of all heads differ by less than this, they are not scaled to [0, 1]
@@ -82,7 +84,7 @@ def inspect(
         length = limit
     found = find_sequences(text, tokenizer, sequences, length, recipe)
     _check_ids(found, network)
-    tallies, maps = measure(network, found.inputs, map_length, kept)
+    tallies, maps, activations = measure(network, found.inputs, map_length, kept)
     map_tokens = _map_tokens(found, tokenizer, maps, map_length)
     result = {
         "schema": SCHEMA,
@@ -94,8 +96,9 @@ def inspect(
         "layers": len(mechanisms),
         "heads": mechanisms[0].num_heads,
         "text": {"source": found.source, "fingerprint": found.fingerprint()},
-        "missing": missing + found.missing + _not_finite(tallies),
+        "missing": missing + found.missing + _beyond_one(mechanisms[0].mechanism) + _not_finite(tallies),
         **summarise(tallies),
+        "activations": summarise_activations(activations),
         "running_alpha": _running_alpha(mechanisms),
         "maps": {"tokens": map_tokens, "length": len(map_tokens), "layers": sorted(maps)} if maps else None,
     }
@@ -106,10 +109,15 @@ def inspect(
 
 def measure(
     model: nn.Module, inputs: Sequence[dict[str, Tensor]], map_length: int = 0, map_layers: Sequence[int] = ()
-) -> tuple[list[LayerTally], dict[int, Tensor]]:
-    """Runs the model on each input: (tally of each layer, attention maps of `map_layers` for the first input)."""
+) -> tuple[list[LayerTally], dict[int, Tensor], list[ActivationTally]]:
+    """Runs the model on each input.
+
+    Returns the tally of each layer, the attention maps of `map_layers` for the first input, and the tally of each
+    layer's output.
+    """
     tallies = [LayerTally(layer.num_heads) for layer in mechanism_layers(model)]
     maps: dict[int, Tensor] = {}
+    activations = [ActivationTally() for _ in find_layers(model)]
 
     def observer(call: AttentionCall) -> None:
         tallies[call.layer].add(call)
@@ -125,13 +133,14 @@ def measure(
     training, device = model.training, _device_of(model)
     model.eval()
     try:
-        with torch.no_grad(), watch(model, observer):
+        watched = watch_layers(model, lambda layer, hidden: activations[layer].add(hidden))
+        with torch.no_grad(), watch(model, observer), watched:
             for each in inputs:
                 positions = {name: x.to(device) for name, x in each.items() if name != "input_ids"}
                 decoder(each["input_ids"].to(device), **positions, **options)
     finally:
         model.train(training)
-    return tallies, maps
+    return tallies, maps, activations
 
 
 def summarise(tallies: Sequence[LayerTally]) -> dict[str, Any]:
@@ -153,7 +162,14 @@ def summarise(tallies: Sequence[LayerTally]) -> dict[str, Any]:
             "over_heads": {name: [each[name] for each in over_heads] for name in ("mean", "std", "median")}
             | {"counts": [t.over_heads_histogram.counts[0].tolist() for t in tallies]},
         },
-        "first_token": {"mean": means("first_token"), "std": deviations("first_token")},
+        "first_token": {
+            "mean": means("first_token"),
+            "std": deviations("first_token"),
+            "softmax": metrics.finite_or_none([t.share_of_softmax().tolist() for t in tallies]),
+            "uniform": means("first_uniform"),
+        },
+        "sink_rate": summarise_sinks([tally.sinks for tally in tallies]),
+        "value_norm": summarise_values([tally.values for tally in tallies]),
         "total_weight": {
             "mean": total,
             "std": deviations("row_sum"),
@@ -220,9 +236,12 @@ def _min_max(values_LH: list[list[float | None]]) -> list[list[float | None]] | 
 def _alpha(tallies: Sequence[LayerTally]) -> dict[str, Any] | None:
     if not any(tally.alpha.count.any() for tally in tallies):
         return None
+    spread = [t.alpha_spread() for t in tallies]
     return {
         "mean": [t.alpha.means() for t in tallies],
         "std": [t.alpha.deviations() for t in tallies],
+        "within_heads": [each[0] for each in spread],
+        "between_heads": [each[1] for each in spread],
         "histogram": {"edges": SHARE_EDGES.tolist(), "counts": [t.alpha_histogram.counts.tolist() for t in tallies]},
         "saturated_low": [t.low.means() for t in tallies],
         "saturated_high": [t.high.means() for t in tallies],
@@ -239,9 +258,20 @@ def _gate(tallies: Sequence[LayerTally]) -> dict[str, Any] | None:
 
 
 def _running_alpha(mechanisms: list[Any]) -> list[list[float]] | None:
-    if not mechanisms[0].mechanism.bias:
+    if not mechanisms[0].mechanism.has_running_alpha:
         return None
     return [each.scale.running_alpha.tolist() for each in mechanisms]
+
+
+def _beyond_one(mechanism: Any) -> list[str]:
+    """For rules of alpha that are not bounded by 0 and 1."""
+    rule = mechanism.alpha_rule
+    if rule is None or rule.limits == (0.0, 1.0) or rule.scores == "constant":
+        return []
+    return [
+        f"alpha of {mechanism.name} has other bounds than 0 and 1: histograms count values beyond them in the end "
+        "bins, and the saturated shares count them too"
+    ]
 
 
 def _not_finite(tallies: Sequence[LayerTally]) -> list[str]:

@@ -40,6 +40,9 @@ class Rows(NamedTuple):
     absolute_sum: Tensor  # sum of abs(w)
     negative_mass: Tensor  # share of absolute_sum from negative weights
     first_token: Tensor  # w of the document's first token
+    first_softmax: Tensor  # alpha p of the document's first token: w without beta
+    softmax_sum: Tensor  # sum of alpha p over the visible keys
+    first_uniform: Tensor  # what uniform attention would put on the first token: 1 / visible keys
     entropy_softmax: Tensor  # nats
     entropy_weights: Tensor  # nats; NaN if all weights are 0
     counted: Tensor  # boolean: True for real tokens that see at least one key
@@ -71,7 +74,7 @@ def measure_rows(
     if token_mask is not None:
         counted = counted & token_mask[:, None]
     first_key_BT = first_keys(visibility)
-    out = torch.zeros(6, batch, heads, queries, dtype=dtype, device=query.device)
+    out = torch.zeros(len(Rows._fields) - 1, batch, heads, queries, dtype=dtype, device=query.device)
     ones = torch.ones((), dtype=dtype, device=query.device)
     for b in range(batch):
         visible = visibility.for_batch(slice(b, b + 1))
@@ -107,7 +110,7 @@ def _block_rows(
     rows: slice,
     keys: slice,
 ) -> Tensor:
-    """The six statistics [6, R, rows] of a few rows, for the R query heads of one key-value head and all their keys."""
+    """The statistics [9, R, rows] of a few rows, for the R query heads of one key-value head and all their keys."""
     scores = query_RTD @ key_SD[keys].T
     # Keys before `edge` are visible to every row: a causal block needs a mask only for the last few keys.
     edge = keys.start
@@ -132,9 +135,13 @@ def _block_rows(
     kept_RT = total_RT / whole_RT  # softmax mass of the keys: exactly 1 without a sink; NaN stays NaN
     if sink_R1 is not None:
         kept_RT = torch.sigmoid(total_RT.log() + largest_RT - sink_R1)
-    row_sum_RT = alpha_RT * kept_RT
+    softmax_sum_RT = row_sum_RT = alpha_RT * kept_RT
     factor_RT = row_sum_RT / whole_RT  # w = factor * powers + beta
-    first_RT = _first_token(query_RTD, key_SD, first_key_T, largest_RT, factor_RT, beta_RT, visible, heads, rows)
+    first_softmax_RT, sees_RT = _first_token(
+        query_RTD, key_SD, first_key_T, largest_RT, factor_RT, visible, heads, rows
+    )
+    first_RT = first_softmax_RT if beta_RT is None else first_softmax_RT + beta_RT * sees_RT
+    uniform_RT = sees_RT / seen_keys_RT.clamp(min=1)
     if beta_RT is None:
         absolute_RT = row_sum_RT.abs()
         negative_RT = (row_sum_RT < 0).to(row_sum_RT.dtype)
@@ -153,7 +160,10 @@ def _block_rows(
         nothing = absolute_RT == 0
         negative_RT = negative_RT.masked_fill(nothing, 0)
         weights_entropy_RT = weights_entropy_RT.masked_fill(nothing, torch.nan)
-    return torch.stack([row_sum_RT, absolute_RT, negative_RT, first_RT, entropy_RT, weights_entropy_RT])
+    return torch.stack(
+        [row_sum_RT, absolute_RT, negative_RT, first_RT, first_softmax_RT, softmax_sum_RT, uniform_RT, entropy_RT,
+         weights_entropy_RT]
+    )  # fmt: skip
 
 
 def _first_token(
@@ -162,12 +172,11 @@ def _first_token(
     first_key_T: Tensor,
     largest_RT: Tensor,
     factor_RT: Tensor,
-    beta_RT: Tensor | None,
     visible: Visibility,
     heads: slice,
     rows: slice,
-) -> Tensor:
-    """w of the first token of each row's document, 0 if the row does not see it."""
+) -> tuple[Tensor, Tensor]:
+    """(alpha p of the first token of each row's document or 0 if the row does not see it, whether it does as 0 or 1)."""
     first_key_T = first_key_T.to(key_SD.device)
     exists_T = first_key_T >= 0
     index_T = first_key_T.clamp(min=0)
@@ -184,9 +193,7 @@ def _first_token(
         seen = seen & pair.gather(-1, index_T[None, :, None].expand(pair.shape[0], -1, 1)).squeeze(-1)
     # Clamped: the score of a masked first token may be far above every visible score.
     weight_RT = (score_RT - largest_RT).clamp(max=0).exp() * factor_RT
-    if beta_RT is not None:
-        weight_RT = weight_RT + beta_RT
-    return weight_RT.masked_fill(~seen, 0)
+    return weight_RT.masked_fill(~seen, 0), seen.to(weight_RT.dtype).expand_as(weight_RT)
 
 
 def first_keys(visibility: Visibility) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from . import metrics
 from .capture import AttentionCall
+from .moments import Histogram, Moments
+from .sinks import SinkTally, ValueTally
 
 # The same edges for every mechanism and run, so that histograms are comparable; values outside are counted in the end
 # bins. Alphas and row sums are in [0, 1]: a row sum is a mean of alpha and running_alpha weighted by n / N, or 1 minus
@@ -20,50 +22,6 @@ from .capture import AttentionCall
 # fall into one bin each.
 SHARE_EDGES = torch.arange(-1, 102, 2, dtype=torch.float64) / 100
 ENTROPY_EDGES = torch.arange(0, 45, dtype=torch.float64) / 4  # nats; log(32768) is 10.4
-
-
-class Moments:
-    """Count, mean and standard deviation per head, merged from parts in fp64 without cancellation."""
-
-    def __init__(self, heads: int) -> None:
-        self.count, self.mean, self.squares = (torch.zeros(heads, dtype=torch.float64) for _ in range(3))
-
-    def add(self, values_BHT: Tensor, counted_BHT: Tensor) -> None:
-        values = values_BHT.detach().cpu().double().transpose(0, 1).flatten(1)
-        counted = counted_BHT.cpu().expand_as(values_BHT).transpose(0, 1).flatten(1)
-        count = counted.sum(1).double()
-        mean = torch.where(counted, values, 0).sum(1) / count.clamp(min=1)
-        squares = torch.where(counted, values - mean[:, None], 0).square().sum(1)
-        together = self.count + count
-        share = count / together.clamp(min=1)
-        step = mean - self.mean
-        self.squares += squares + step.square() * self.count * share
-        self.mean += step * share
-        self.count = together
-
-    def means(self) -> list[float | None]:
-        return metrics.finite_or_none(torch.where(self.count > 0, self.mean, torch.nan).tolist())
-
-    def deviations(self) -> list[float | None]:
-        """Population standard deviation (divided by n)."""
-        return metrics.finite_or_none((self.squares / self.count).sqrt().tolist())
-
-
-class Histogram:
-    """Counts per head between fixed edges; non-finite values are not counted."""
-
-    def __init__(self, heads: int, edges: Tensor) -> None:
-        self.edges = edges
-        self.counts = torch.zeros(heads, len(edges) - 1, dtype=torch.int64)
-
-    def add(self, values_BHT: Tensor, counted_BHT: Tensor) -> None:
-        values = values_BHT.detach().cpu().double().transpose(0, 1).flatten(1)
-        counted = counted_BHT.cpu().expand_as(values_BHT).transpose(0, 1).flatten(1) & values.isfinite()
-        heads, bins = self.counts.shape
-        places = (
-            torch.bucketize(values.contiguous(), self.edges[1:-1], right=True) + bins * torch.arange(heads)[:, None]
-        )
-        self.counts += torch.bincount(places[counted], minlength=heads * bins).view(heads, bins)
 
 
 class LayerTally:
@@ -80,6 +38,7 @@ class LayerTally:
         self.logits, self.pairs = (torch.zeros(heads, dtype=torch.float64) for _ in range(2))
         self.gate, self.gate_saturated, self.gate_count = 0.0, 0.0, 0.0
         self.not_finite = 0
+        self.sinks, self.values = SinkTally(heads), ValueTally()
 
     def add(self, call: AttentionCall) -> None:
         rows = metrics.measure_rows(
@@ -94,6 +53,8 @@ class LayerTally:
         self.entropy["entropy_softmax"].add(rows.entropy_softmax, rows.counted)
         self.entropy["entropy_weights"].add(rows.entropy_weights, with_weights)
         self._add_over_heads(rows)
+        self.sinks.add(rows)
+        self.values.add(call)
         sums, counts = metrics.logit_sums(call.query, call.key, call.visibility, call.softmax_scale, call.token_mask)
         self.logits += sums.cpu()
         self.pairs += counts.cpu()
@@ -120,6 +81,22 @@ class LayerTally:
         self.gate += float(total.sum())
         self.gate_saturated += float(saturated.sum())
         self.gate_count += float(count.sum())
+
+    def share_of_softmax(self) -> Tensor:
+        """The first token's share of the softmax part by head, sum(alpha p) / sum(alpha); NaN where alpha is 0."""
+        return self.moments["first_softmax"].mean / self.moments["softmax_sum"].mean
+
+    def alpha_spread(self) -> tuple[float | None, float | None]:
+        """Standard deviation of alpha over tokens within a head (root mean square over heads), and between the heads.
+
+        The squares of the two add up to the variance of alpha over all tokens and heads of the layer.
+        """
+        known = self.alpha.count > 0
+        if not known.any():
+            return None, None
+        within = (self.alpha.squares[known] / self.alpha.count[known]).mean().sqrt()
+        between = self.alpha.mean[known].std(correction=0)
+        return metrics.finite_or_none(float(within)), metrics.finite_or_none(float(between))
 
     def mean_logit(self) -> list[float | None]:
         return metrics.finite_or_none((self.logits / self.pairs).tolist())

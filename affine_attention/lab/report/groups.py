@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from ...nn import PRESETS
+from ..recipe import Recipe
 from . import paper_numbers
 from .collect import Run
 
@@ -22,6 +24,13 @@ COLOURS = {
     "off_by_one": ("#8d7a00", "#d9c83c"),
     "head_gated": ("#c24a00", "#ff8a4c"),
     "affine_no_bias": ("#2b9cc4", "#8ed8f2"),
+    "affine_low_start": ("#1f4e9e", "#8fa9f5"),
+    "affine_centred": ("#006d77", "#5fd0d8"),
+    "affine_free": ("#4b3fa0", "#a79bf2"),
+    "head_gated_double": ("#a83800", "#ffab7a"),
+    "head_gated_softplus": ("#8f5a00", "#e8b75c"),
+    "per_head_alpha": ("#5b7a00", "#b3d14f"),
+    "constant_alpha": ("#7d6a76", "#c9b6c2"),
 }
 OTHER_COLOURS = (("#6a4fb3", "#ab97f0"), ("#7a5230", "#c79a72"), ("#3f7d20", "#93cf70"), ("#a01830", "#f07f90"))
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
@@ -183,7 +192,13 @@ def _paint(groups: list[Group]) -> None:
 
 
 def _training(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.recipe.items() if key not in BOOKKEEPING}
+    """The training settings; those that were added after the run was made have their default."""
+    return {key: value for key, value in (_usual_settings() | run.recipe).items() if key not in BOOKKEEPING}
+
+
+@functools.cache
+def _usual_settings() -> dict[str, Any]:
+    return Recipe().to_dict()
 
 
 def _flat(run: Run) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ..run import RunFolder
 from .checkpoints import CheckpointError, Checkpoints
 from .contents import check_schedule
 from .nonfinite import NotFiniteError, find_not_finite
+from .pressure import SinkPressure
 from .progress import Progress
 from .signals import StopSignals
 from .state import (
@@ -116,7 +117,7 @@ class DistillTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         self.recipe, self.run, self.teacher, self.heldout = recipe, run, teacher, heldout
-        self.loss = make_loss(recipe)
+        self.loss, self.pressure = make_loss(recipe), SinkPressure(recipe)
         self.checkpoints, self.signals = checkpoints, signals or StopSignals()
         self.progress = progress or Progress(recipe.steps, shown=False)
         self.step_log, self.watch, self.utilisation = StepLog(run.log_file), Stopwatch(), utilisation
@@ -134,6 +135,8 @@ class DistillTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        if self.pressure.applies(self.state.global_step + 1):
+            inputs = self.pressure.hide(inputs)
         parts = self.loss(model, self.teacher, inputs)
         assert num_items_in_batch is not None, "every batch has labels"
         self._sums += parts.stacked()
@@ -217,7 +220,7 @@ class DistillTrainer(Trainer):
             "tokens_per_second": speed,
             "mfu": self.utilisation(speed),
             "seconds": self.watch.seconds,
-        }
+        } | self.pressure.log(step)
         with self.watch.stopped():
             if recipe.probe_every and (step == 1 or last or step % recipe.probe_every == 0):
                 entry |= self.probe()

@@ -11,12 +11,16 @@ from torch import nn
 
 from ... import explain
 from ...hf import STUDENTS, attach, is_attached, student
+from ...hf.dropout import remove_attention_dropout
 from ...hf.loading import load_model
 from ...messages import did_you_mean
 from ...nn import AttentionMechanism
-from ..estimate import meta_student
+from ..estimate import check_is_fixed, meta_student, meta_teacher
+from ..fingerprint import fingerprint_model, fingerprint_source
 from ..inspection.capture import mechanism_layers
-from ..recipe import Recipe
+from ..models import without_plain_mechanism
+from ..recipe import ORIGINAL, Recipe
+from .pressure import check_pressure
 
 
 def build_student(recipe: Recipe) -> Any:
@@ -30,12 +34,48 @@ def build_student(recipe: Recipe) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             return student(recipe.student, recipe.mechanism, device="cpu", **recipe.student_changes)
-    if not Path(recipe.student).is_dir():
+    check_checkpoint(recipe)
+    return _student_of_checkpoint(recipe)
+
+
+def check_checkpoint(recipe: Recipe) -> None:
+    """Raises ValueError if the student is neither a known student nor a folder nor a name on the hub."""
+    source = recipe.student
+    if source in STUDENTS or Path(source).is_dir():
+        return
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise ValueError(
-            f"student must be one of {', '.join(STUDENTS)}, or a folder with a model, got {recipe.student!r}"
-            f"{did_you_mean(recipe.student, STUDENTS)}"
+            f"student must be one of {', '.join(STUDENTS)}, or a folder with a model, or OWNER/NAME on the hub, got "
+            f"{source!r}{did_you_mean(source, STUDENTS)}"
         )
-    return _student_of_folder(recipe)
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Checks student and teacher by their configurations, before any data is read or any weight is loaded.
+
+    A checkpoint on the hub that is not in the local cache is checked after it was loaded.
+    """
+    check_checkpoint(recipe)
+    if recipe.student in STUDENTS and recipe.teacher_source == recipe.student:
+        raise ValueError(
+            f"teacher={ORIGINAL!r} is the checkpoint that the student starts from, but the student "
+            f"{recipe.student!r} starts with random weights; set student to a checkpoint, or teacher to another one"
+        )
+    try:
+        student = meta_student(recipe)
+        teacher = None if recipe.teacher is None else meta_teacher(recipe.teacher)
+    except OSError:
+        return
+    check_pressure(recipe, student)
+    if teacher is not None:
+        check_teacher(recipe, student, teacher)
+
+
+def fingerprint_start(recipe: Recipe, student: Any) -> str | None:
+    """Hash of the checkpoint that the student starts from; None for random weights, which follow from the seed."""
+    if recipe.student in STUDENTS:
+        return None
+    return fingerprint_source(recipe.student) or fingerprint_model(student)
 
 
 def check_size(recipe: Recipe) -> None:
@@ -49,14 +89,13 @@ def check_size(recipe: Recipe) -> None:
         )
 
 
-def _student_of_folder(recipe: Recipe) -> Any:
-    """A student from a folder. Without a mechanism it gets the recipe's, which keeps its outputs if possible."""
-    if recipe.student_changes:
-        raise ValueError(
-            f"student_changes must be empty for a student from a folder, whose configuration is fixed, got "
-            f"{recipe.student_changes!r}"
-        )
-    model = load_model(recipe.student, "student", dtype=torch.float32)
+def _student_of_checkpoint(recipe: Recipe) -> Any:
+    """A student from a checkpoint. Without a mechanism it gets the recipe's, which keeps its outputs if possible.
+
+    Dropout on attention weights is switched off for every mechanism, softmax included: no mechanism has it.
+    """
+    check_is_fixed(recipe)
+    model = without_plain_mechanism(load_model(recipe.student, "student", dtype=torch.float32))
     if is_attached(model):
         own = mechanism_layers(model)[0].mechanism
         if own != recipe.mechanism:
@@ -65,9 +104,10 @@ def _student_of_folder(recipe: Recipe) -> Any:
                 f"{recipe.mechanism.to_dict()}; use its own, or detach it first (affine_attention.hf.detach)"
             )
         return model
+    remove_attention_dropout(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return attach(model, recipe.mechanism, "identity" if recipe.mechanism.sink is None else "fresh")
+        return attach(model, recipe.mechanism, "fresh" if recipe.mechanism.identity_scale is None else "identity")
 
 
 def check_fit(recipe: Recipe, student: Any, corpus_vocabulary: int) -> None:
@@ -76,15 +116,23 @@ def check_fit(recipe: Recipe, student: Any, corpus_vocabulary: int) -> None:
     if corpus_vocabulary > config.vocab_size:
         raise ValueError(
             f"the tokenizer has ids up to {corpus_vocabulary - 1}, but the student {recipe.student!r} has a vocabulary "
-            f"of {config.vocab_size}; set student_changes.vocab_size={corpus_vocabulary} or more, or use a smaller "
+            f"of {config.vocab_size}; {_change(recipe, 'vocab_size', f'{corpus_vocabulary} or more')}use a smaller "
             "tokenizer"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.sequence_length > positions:
         raise ValueError(
             f"sequence_length = {recipe.sequence_length} exceeds the {positions} positions of the student "
-            f"{recipe.student!r} (max_position_embeddings); set student_changes.max_position_embeddings too"
+            f"{recipe.student!r} (max_position_embeddings); {_change(recipe, 'max_position_embeddings')}use shorter "
+            "sequences"
         )
+
+
+def _change(recipe: Recipe, key: str, value: str = "") -> str:
+    """`set student_changes.KEY=VALUE, or `: a way out that a student from a checkpoint does not have."""
+    if recipe.student not in STUDENTS:
+        return ""
+    return f"set student_changes.{key}{f'={value}' if value else ''}, or "
 
 
 def check_teacher(recipe: Recipe, student: Any, teacher: Any) -> None:
@@ -92,8 +140,9 @@ def check_teacher(recipe: Recipe, student: Any, teacher: Any) -> None:
     ours, theirs = student.config.get_text_config().vocab_size, teacher.config.get_text_config().vocab_size
     if ours != theirs and not recipe.truncate_vocabulary:
         raise ValueError(
-            f"the student's vocabulary size {ours} differs from the teacher's {theirs}; set "
-            f"student_changes.vocab_size={theirs}, or truncate_vocabulary=true if the extra tokens are padding"
+            f"the student's vocabulary size {ours} differs from the teacher's {theirs}; "
+            f"{_change(recipe, 'vocab_size', str(theirs)) or 'use a teacher with the same vocabulary, or '}set "
+            "truncate_vocabulary=true if the extra tokens are padding"
         )
     positions = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and recipe.sequence_length > positions:
@@ -128,6 +177,9 @@ def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: to
         segment_ids=torch.zeros(batch, length, dtype=torch.int64, device=device)
         if recipe.document_boundaries
         else None,
-        nonnegative_alpha=True,
+        nonnegative_alpha=mechanism.nonnegative_alpha,
     )
-    return {"implementation": choice.impl, "why": str(choice)}
+    why = str(choice)
+    if mechanism.has_alpha and not mechanism.has_kernels and device.type == "cuda":
+        why += "; alpha and beta are PyTorch formulas, since the kernels have those of the paper and a sigmoid only"
+    return {"implementation": choice.impl, "why": why}

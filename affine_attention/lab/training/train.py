@@ -19,10 +19,12 @@ import torch
 from transformers import TrainingArguments
 
 from ...files import write_json
+from ...hf import STUDENTS
+from ...hf.loading import load_tokenizer_of
 from ...visible import printable
 from ..data import Corpus, check_same_data, prepare
 from ..device import choose_device
-from ..distill.teacher import check_same_tokens, load_teacher, load_teacher_tokenizer
+from ..distill.teacher import check_same_tokens, load_teacher
 from ..distill.teacher_cache import cache_teacher_states
 from ..estimate import make_utilisation
 from ..fingerprint import fingerprint_model, fingerprint_source
@@ -36,11 +38,12 @@ from .distill_trainer import DistillTrainer
 from .final_model import save_model
 from .lock import check_folder, lock_run, prepare_run
 from .nonfinite import NotFiniteError
+from .pressure import check_pressure
 from .progress import Progress, wants_progress
 from .signals import Stopped, StopSignals
 from .steplog import StepLog
 from .stream_position import ResumableStream
-from .student import build_student, check_fit, check_teacher, explain_attention
+from .student import build_student, check_fit, check_sources, check_teacher, explain_attention, fingerprint_start
 from .trainer_arguments import check_report_to, training_arguments
 
 CACHING_TOKENS = 2**15  # tokens per forward while the teacher's states are cached before training
@@ -122,13 +125,15 @@ def _train(
         )
     first, device = arguments.process_index == 0, arguments.device
     sources = recipe.located(run.path)
+    check_sources(sources)
     corpus = load_corpus(sources, cache)
     text: Any = corpus.train_dataset(recipe.steps * recipe.global_batch, recipe.data_seed)
     if corpus.streaming:
         text = ResumableStream(text, recipe.global_batch)
     heldout = corpus.heldout_dataset()
-    student = build_student(recipe)
-    check_fit(recipe, student, corpus.vocabulary_size)
+    student = build_student(sources)
+    check_fit(sources, student, corpus.vocabulary_size)
+    check_pressure(sources, student)
     teacher = _load_teacher(sources, student, device)
     caches_teacher = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if caches_teacher:
@@ -141,8 +146,10 @@ def _train(
     if run.exists and run.manifest_file.is_file():
         check_same_data(manifest_part(run, "data", dict), corpus)
     teacher_hash = None if teacher is None else fingerprint_source(str(sources.teacher)) or fingerprint_model(teacher)
+    student_hash = fingerprint_start(sources, student)
     if run.exists and run.manifest_file.is_file():
         check_same_teacher(run, sources, teacher_hash)
+        check_same_start(run, sources, student_hash)
     identity = {"recipe": recipe.digest(), "data": corpus.fingerprint, "teacher": teacher_hash}
     check_stream = text.check if isinstance(text, ResumableStream) else None
     checkpoints = Checkpoints(
@@ -163,7 +170,7 @@ def _train(
 
     def begin() -> None:
         """Called on rank 0 after the checkpoint was loaded: earlier files are not changed if loading fails."""
-        _write_manifest(run, corpus, arguments, parameters, attention, teacher_hash)
+        _write_manifest(run, corpus, arguments, parameters, attention, teacher_hash, student_hash)
         StepLog(run.log_file).rewind(done)
         run.add_event("start" if start is None else "resume", step=done, ranks=ranks, device=str(device))
 
@@ -202,6 +209,16 @@ def check_same_teacher(run: RunFolder, recipe: Recipe, now: str | None) -> None:
         )
 
 
+def check_same_start(run: RunFolder, recipe: Recipe, now: str | None) -> None:
+    """Raises ValueError if the checkpoint that the student starts from changed since the run started."""
+    before = run.manifest().get("student", now)  # runs made before it was recorded have none
+    if before != now:
+        raise ValueError(
+            f"the checkpoint of the student {recipe.student!r} changed since {run.path} started (sha256 {before}, now "
+            f"{now}); restore the old weights to resume, or start a new run"
+        )
+
+
 def manifest_part(run: RunFolder, key: str, kind: type) -> Any:
     """One entry of manifest.json; raises ValueError if it is missing or has another type."""
     found = run.manifest().get(key)
@@ -212,15 +229,16 @@ def manifest_part(run: RunFolder, key: str, kind: type) -> Any:
 
 
 def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
-    """The data of a recipe, tokenized and packed, or from the cache."""
+    """The data of a recipe, tokenized and packed, or from the cache. Tokenizers that do not agree raise first."""
     if not recipe.data:
         raise ValueError(
             "data is empty: give text, jsonl or parquet files, folders, globs, or hf:NAME[:CONFIG][@SPLIT]"
         )
+    known = _known_tokenizers(recipe)
     corpus = prepare(
         recipe.data,
         sequence_length=recipe.sequence_length,
-        tokenizer=recipe.tokenizer if recipe.tokenizer is not None else _teacher_tokenizer(recipe),
+        tokenizer=recipe.tokenizer if recipe.tokenizer is not None else next(iter(known.values()), None),
         vocabulary_size=recipe.vocabulary_size,
         document_boundaries=recipe.document_boundaries,
         special_tokens=recipe.special_tokens,
@@ -230,22 +248,27 @@ def load_corpus(recipe: Recipe, cache: Path | str | None = None) -> Corpus:
         cache=cache,
         seed=recipe.data_seed,
     )
-    if recipe.teacher is not None and recipe.tokenizer is not None:
-        theirs = load_teacher_tokenizer(recipe.teacher)
-        if theirs is not None:
-            check_same_tokens(corpus.tokenizer, theirs)
+    if recipe.tokenizer is not None:
+        for owner, tokenizer in known.items():
+            check_same_tokens(corpus.tokenizer, tokenizer, "run", owner)
     return corpus
 
 
-def _teacher_tokenizer(recipe: Recipe) -> Any:
-    if recipe.teacher is None:
-        return None
-    tokenizer = load_teacher_tokenizer(recipe.teacher)
-    if tokenizer is None:
+def _known_tokenizers(recipe: Recipe) -> dict[str, Any]:
+    """The tokenizers of the student's checkpoint and of the teacher, by owner; if there are two, they are the same."""
+    sources = {} if recipe.student in STUDENTS else {"student": recipe.student}
+    if recipe.teacher is not None and recipe.teacher not in sources.values():
+        sources["teacher"] = recipe.teacher
+    found = {owner: load_tokenizer_of(source, owner) for owner, source in sources.items()}
+    known = {owner: tokenizer for owner, tokenizer in found.items() if tokenizer is not None}
+    if sources and not known and recipe.tokenizer is None:
+        owner, source = next(iter(sources.items()))
         raise ValueError(
-            f"teacher {recipe.teacher!r} has no tokenizer in its folder; set tokenizer to the one it was trained with"
+            f"{owner} {source!r} has no tokenizer in its folder; set tokenizer to the one it was trained with"
         )
-    return tokenizer
+    if len(known) == 2:
+        check_same_tokens(known["student"], known["teacher"])
+    return known
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -309,6 +332,7 @@ def _write_manifest(
     parameters: int,
     attention: dict[str, Any],
     teacher: str | None,
+    student: str | None,
 ) -> None:
     """Writes the facts about the run; a resumed run keeps those of its start and adds a session."""
     machine = describe_machine(arguments.device)
@@ -320,6 +344,7 @@ def _write_manifest(
             "parameters": parameters,
             "data": corpus.manifest,
             "teacher": teacher,
+            "student": student,
             "train_tokens": corpus.stats["tokens"],
             "heldout_tokens": corpus.stats["heldout_tokens"],
             "sessions": [session],

@@ -238,7 +238,7 @@ def _state_length(call: Any, route: Route) -> int:
 def _fake_backward(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
     wants_sink = arguments[-1]
     return [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if n in (3, 4) else torch.empty_like(x)
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if n in (3, 4, 5) else torch.empty_like(x)
         for n, x in enumerate(arguments[:7])
         if x is not None and (n != 5 or wants_sink)
     ]

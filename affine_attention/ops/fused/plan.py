@@ -93,6 +93,8 @@ def why_not_plain(call: AttentionCall) -> str | None:
         return f"takes bfloat16 and float16, got query of {query.dtype}"
     if query.shape[-1] % 8:
         return f"takes head dims that are multiples of 8, got {query.shape[-1]}"
+    if call.rows.has_row_sinks:
+        return "takes one sink per head [H], got a sink per row [B, H, T]"
     if 0 in query.shape or 0 in key.shape:
         return f"needs at least one query and one key, got T = {query.shape[2]} and S = {key.shape[2]}"
     if query.shape[2] == key.shape[2] == 1:
@@ -311,7 +313,7 @@ def inputs_of(call: AttentionCall) -> list[Tensor | None]:
     """The tensors of a call in the order of the slots: query to gate, segments of queries and keys, key mask."""
     seen = call.visibility
     sink = call.rows.sink
-    rows = call.rows if sink is None else call.rows._replace(sink=sink.contiguous())
+    rows = call.rows if sink is None or sink.dim() == 3 else call.rows._replace(sink=sink.contiguous())
     segments = [None if x is None else x.contiguous() for x in (seen.query_segments, seen.key_segments)]
     mask = None if seen.key_mask is None else seen.key_mask.contiguous().view(torch.int8)
     return [call.query, call.key, call.value, *rows, *segments, mask]

@@ -34,7 +34,9 @@ def has_hopper_kernels(device_index: int) -> bool:
 has_hopper_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def can_project(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, weight: Tensor) -> bool:
+def can_project(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, weight: Tensor, sink: Tensor | None = None
+) -> bool:
     """Whether `projected_attention` serves a causal call with these tensors. A compiled graph traces it."""
     (batch, heads, length, dim), elements = query.shape, query.numel()
     return (
@@ -51,6 +53,7 @@ def can_project(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, weigh
         and fits_hopper_forward(dim, elements)
         and hidden.is_contiguous()
         and weight.is_contiguous()
+        and (sink is None or (sink.dim() == 1 and sink.is_contiguous()))
         and has_hopper_kernels(query.device.index or 0)
         and not torch.are_deterministic_algorithms_enabled()
     )

@@ -53,7 +53,7 @@ def test_an_observer_sees_what_the_operator_received(mechanism, kind):
         assert call.key.shape == call.value.shape == (call.query.shape[0], 2, 12, 8)
         torch.testing.assert_close(weights_of(call), weights, **EXACT)
         settings = PRESETS[mechanism]
-        parts = (settings.has_alpha, settings.bias, settings.sink is not None, settings.gate)
+        parts = (settings.has_alpha, bool(settings.bias), settings.sink is not None, settings.gate)
         assert parts == tuple(x is not None for x in (call.alpha, call.beta, call.sink, call.gate))
 
 

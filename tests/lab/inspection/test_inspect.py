@@ -86,6 +86,7 @@ def test_every_figure_equals_the_dense_weights(mechanism, family, tokenizer, mon
         assert counts[layer, head].tolist() == truth.tolist()
 
     close(result["first_token"]["mean"], weights[..., 0].mean((1, 3)))
+    close(result["first_token"]["uniform"], (seen[..., 0].double() / seen.sum(-1)).mean(-1)[:, 0].expand(-1, 4))
     close(result["entropy"]["weights"], entropy(weights.abs() / absolute[..., None]).mean((1, 3)))
     close(result["entropy"]["negative_mass"], (-weights.clamp(max=0).sum(-1) / absolute).mean((1, 3)))
     scores = scores_of(model, ids)
@@ -98,6 +99,9 @@ def test_every_figure_equals_the_dense_weights(mechanism, family, tokenizer, mon
         assert result["alpha"] is result["running_alpha"] is None
     else:
         close(result["alpha"]["mean"], alphas.mean((1, 3)))
+        of_heads = alphas.transpose(1, 2).flatten(2)  # [L, H, B T]
+        close(result["alpha"]["within_heads"], of_heads.var(-1, correction=0).mean(-1).sqrt())
+        close(result["alpha"]["between_heads"], of_heads.mean(-1).std(-1, correction=0))
         close(result["alpha"]["saturated_low"], (alphas == 0).double().mean((1, 3)))
         close(result["alpha"]["saturated_high"], (alphas == 1).double().mean((1, 3)))
         close(result["running_alpha"], running_alphas(model).view(2, 4))

@@ -59,7 +59,9 @@ def truth_of(query, key, rows, visible, token_mask=None):
         return -torch.special.xlogy(share, share).sum(-1)
 
     absolute = weights.abs().sum(-1)
-    first = torch.zeros_like(absolute)
+    with_sink = attention_weights(query, key, **(rows | {"alpha": None, "beta": None}), **visible)
+    alpha = torch.ones_like(absolute) if rows["alpha"] is None else rows["alpha"]
+    first, first_softmax, sees = (torch.zeros_like(absolute) for _ in range(3))
     segments = visible.get("segment_ids")
     for b in range(2):
         for i in range(query.shape[2]):
@@ -69,12 +71,18 @@ def truth_of(query, key, rows, visible, token_mask=None):
             mask = visible.get("mask")
             if mask is not None:
                 own = own & (mask[b] if mask.dim() == 2 else mask[b].flatten(0, 1).any(0))
-            first[b, :, i] = weights[b, :, i, own.nonzero()[0, 0]]
+            at = own.nonzero()[0, 0]
+            first[b, :, i] = weights[b, :, i, at]
+            first_softmax[b, :, i] = alpha[b, :, i] * with_sink[b, :, i, at]
+            sees[b, :, i] = seen[b, :, i, at].to(sees.dtype)
     return metrics.Rows(
         row_sum=weights.sum(-1),
         absolute_sum=absolute,
         negative_mass=-weights.clamp(max=0).sum(-1) / absolute,
         first_token=first,
+        first_softmax=first_softmax,
+        softmax_sum=alpha * with_sink.sum(-1),
+        first_uniform=sees / seen.sum(-1).clamp(min=1),
         entropy_softmax=entropy(softmax),
         entropy_weights=entropy(weights.abs() / absolute[..., None]),
         counted=counted,

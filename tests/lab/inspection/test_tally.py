@@ -1,51 +1,46 @@
-"""Means, deviations and histograms from parts equal those of the whole."""
+"""The tally of a layer: shares and spreads from parts equal those of the whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from affine_attention.lab.inspection.tally import SHARE_EDGES, Histogram, Moments
+from affine_attention import attention_weights
+from affine_attention.lab.inspection.capture import AttentionCall
+from affine_attention.lab.inspection.tally import LayerTally
+
+HEADS, LENGTH = 4, 20
 
 
-def test_parts_add_up_to_the_whole():
+def calls(count=3):
     make = torch.Generator().manual_seed(0)
-    values = torch.randn(7, 3, 50, generator=make, dtype=torch.float64) + 1e6  # far from 0: sums of squares would fail
-    counted = torch.rand(7, 3, 50, generator=make) < 0.6
-    counted[:, 2] = False
-    moments = Moments(3)
-    for part in (slice(0, 1), slice(1, 1), slice(1, 6), slice(6, 7)):
-        moments.add(values[part], counted[part])
-    for head in range(2):
-        chosen = values[:, head][counted[:, head]]
-        assert moments.means()[head] == pytest.approx(chosen.mean().item(), rel=1e-14)
-        assert moments.deviations()[head] == pytest.approx(chosen.std(correction=0).item(), rel=1e-9)
-    assert moments.means()[2] is moments.deviations()[2] is None
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    for _ in range(count):
+        query, key = draw(1, HEADS, LENGTH, 8), draw(1, 2, LENGTH, 8)
+        alpha = draw(1, HEADS, LENGTH).sigmoid() * torch.tensor([0.1, 0.5, 0.9, 1.0])[:, None]
+        yield AttentionCall(0, query, key, draw(1, 2, LENGTH, 8), 8**-0.5, alpha=alpha, beta=(0.4 - alpha) / 30,
+                            is_causal=True)  # fmt: skip
 
 
-def test_a_non_finite_value_affects_only_its_head_and_only_if_counted():
-    values = torch.tensor([[[1.0, torch.nan], [1.0, 3.0]]])
-    moments = Moments(2)
-    moments.add(values, torch.tensor([[[True, False], [True, True]]]))
-    assert moments.means() == [1, 2]
-    moments.add(values, torch.ones(1, 2, 2, dtype=torch.bool))
-    assert moments.means() == [None, 2]
+def test_shares_and_spreads_equal_those_of_the_dense_weights():
+    tally = LayerTally(HEADS)
+    first, alphas = [], []
+    for call in calls():
+        tally.add(call)
+        softmax = attention_weights(call.query, call.key, is_causal=True, softmax_scale=call.softmax_scale)
+        first.append(call.alpha * softmax[..., 0])
+        alphas.append(call.alpha)
+    alpha_HN = torch.cat(alphas, -1)[0]
+    share_H = torch.cat(first, -1)[0].sum(-1) / alpha_HN.sum(-1)
+    torch.testing.assert_close(tally.share_of_softmax(), share_H)
+    within, between = tally.alpha_spread()
+    assert within == pytest.approx(alpha_HN.var(-1, correction=0).mean().sqrt().item())
+    assert between == pytest.approx(alpha_HN.mean(-1).std(correction=0).item())
+    assert within**2 + between**2 == pytest.approx(alpha_HN.var(correction=0).item())
 
 
-def test_histograms_count_by_head_with_what_lies_outside_in_the_end_bins():
-    histogram = Histogram(2, SHARE_EDGES)
-    values = torch.tensor([[[-3.0, 0.0, 1.0, 9.0, torch.nan], [0.5, 0.52, 0.5, 0.489, 0.5]]])
-    counted = torch.ones(1, 2, 5, dtype=torch.bool)
-    counted[0, 1, 4] = False
-    histogram.add(values, counted)
-    assert histogram.counts[0].nonzero().flatten().tolist() == [0, 50]
-    assert histogram.counts[0, [0, 50]].tolist() == [2, 2]
-    assert histogram.counts[1, [24, 25, 26]].tolist() == [1, 2, 1]
-    truth = torch.histogram(torch.tensor([0.5, 0.489, 0.5]).double(), SHARE_EDGES)[0]
-    assert truth[24:26].tolist() == [1, 2]
-
-
-def test_rounding_around_one_stays_in_one_bin():
-    histogram = Histogram(1, SHARE_EDGES)
-    histogram.add(1 + torch.linspace(-1e-6, 1e-6, 20).view(1, 1, 20), torch.ones(1, 1, 20, dtype=torch.bool))
-    assert histogram.counts[0, -1] == 20
+def test_a_layer_without_calls_has_no_spread():
+    assert LayerTally(2).alpha_spread() == (None, None)

@@ -144,6 +144,8 @@ def test_a_parameter_that_is_not_finite_is_named(place, tmp_path):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
     model.save_pretrained(tmp_path / "broken")
+    for file in (place.run() / "model").glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "broken")
     with pytest.raises(NotFiniteError) as error:
         place.train(tmp_path / "run", place.recipe(student=str(tmp_path / "broken"), student_changes={}))
     assert "step 1: parameter model.layers.1.mlp.up_proj.weight is not finite" in str(error.value)

@@ -74,7 +74,8 @@ class Decode:
                       "acc": ((batch, groups, splits, rows, dim), torch.float32)}  # fmt: skip
         self.workspace = Workspace(arrays, query.device)
         parts = [None if finish else Slot(NUM_TENSORS + n) for n in range(3)]
-        row_slots = [None if x is None else Slot(n) for n, x in enumerate(call.rows, ALPHA)]
+        row_slots: list[Any] = [None if x is None else Slot(n) for n, x in enumerate(call.rows, ALPHA)]
+        row_slots.insert(3, call.rows.sink_strides)
         out_strides = query.fresh_strides
         mask = visibility.key_mask
         strides = [_strides(x) for x in (alpha, beta, gate)]
@@ -83,7 +84,7 @@ class Decode:
             (
                 Slot(QUERY), Slot(KEY), Slot(VALUE), None if mask is None else Slot(KEY_MASK),
                 None if lengths is None else Slot(LENGTHS), None if block_table is None else Slot(BLOCK_TABLE), *parts,
-                *(row_slots if finish else (None,) * 4), Slot(OUT) if finish else None,
+                *(row_slots if finish else (None,) * 5), Slot(OUT) if finish else None,
                 *query.stride()[:3], *key_strides, *value_strides, *((0, 0) if mask is None else mask.stride()),
                 0 if block_table is None else block_table.stride(0),
                 *strides[0][:2], *strides[1][:2], *strides[2][:2], *out_strides[:2],

@@ -25,7 +25,8 @@ from ..shared.tile_functions import LOG2E
 
 @triton.jit
 def split_kernel(
-    query, key, value, key_mask, lengths, block_table, part_max, part_sum, part_acc, alpha, beta, sink, gate, out,
+    query, key, value, key_mask, lengths, block_table, part_max, part_sum, part_acc, alpha, beta, sink, sink_strides,
+    gate, out,
     query_b, query_h, query_t, key_page, key_g, key_s, value_page, value_g, value_s, mask_b, mask_s, table_b,
     alpha_b, alpha_h, beta_b, beta_h, gate_b, gate_h, out_b, out_h,
     num_queries, num_keys, groups, heads_per_group, num_rows, num_splits, window, scale_log2,
@@ -122,7 +123,10 @@ def split_kernel(
         own_head = (group * heads_per_group + head).to(tl.int64)
         is_empty = row_sum == 0.0  # no key is visible; the sum of a row with a NaN is NaN
         if sink is not None:
-            sink_log2 = tl.load(sink + own_head, mask=query_ok, other=float("-inf")).to(tl.float32) * LOG2E
+            sink_ptrs = sink + own_head
+            if sink_strides is not None:
+                sink_ptrs = sink + batch * sink_strides[0] + own_head * sink_strides[1]
+            sink_log2 = tl.load(sink_ptrs, mask=query_ok, other=float("-inf")).to(tl.float32) * LOG2E
             top = tl.maximum(row_max, sink_log2)
             base = tl.where(top == float("-inf"), 0.0, top)
             rescale = tl.exp2(row_max - base)
@@ -153,7 +157,7 @@ def split_kernel(
 
 @triton.jit
 def merge_kernel(
-    part_max, part_sum, part_acc, alpha, beta, sink, gate, out,
+    part_max, part_sum, part_acc, alpha, beta, sink, sink_strides, gate, out,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, out_b, out_h, out_t,
     num_queries, heads, heads_per_group, num_rows, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -171,7 +175,10 @@ def merge_kernel(
     # The sink is a split without values: l = 1, a = 0.
     top, total, key_sum = float("-inf"), 0.0, 0.0
     if sink is not None:
-        top, total = tl.load(sink + head).to(tl.float32) * LOG2E, 1.0
+        sink_ptr = sink + head
+        if sink_strides is not None:
+            sink_ptr = sink + batch * sink_strides[0] + head * sink_strides[1] + query_at * sink_strides[2]
+        top, total = tl.load(sink_ptr).to(tl.float32) * LOG2E, 1.0
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_D], dtype=tl.float32)
     for start in range(0, num_splits, BLOCK_C):

@@ -59,8 +59,9 @@ def _decode(
     softmax_scale: float,
 ) -> Tensor:
     inputs = [
-        packed(query), packed(key), packed(value), alpha, beta, None if sink is None else sink.contiguous(),
-        packed(gate), None if key_mask is None else key_mask.view(torch.int8), lengths, packed(block_table),
+        packed(query), packed(key), packed(value), alpha, beta,
+        sink if sink is None or sink.dim() == 3 else sink.contiguous(), packed(gate),
+        None if key_mask is None else key_mask.view(torch.int8), lengths, packed(block_table),
     ]  # fmt: skip
     address = 0
     for x in inputs:

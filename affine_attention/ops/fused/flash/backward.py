@@ -21,6 +21,7 @@ from ..shared.tile_functions import (
     LOG2E,
     has_unseen_keys,
     load_row_scalars,
+    load_sinks,
     load_tile,
     scheduled_block,
     span_phase,
@@ -44,15 +45,16 @@ from .rule import make_rule
 
 @triton.jit(do_not_specialize=GRID_NUMBERS[:2])
 def _row_kernel(
-    o_desc, grad_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, lse, sums, ranges,
-    delta, dalpha, dalpha_strides, dbeta, dbeta_strides, dsink_parts, dgate, dgate_strides,
+    o_desc, grad_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, lse, sums,
+    ranges, delta, dalpha, dalpha_strides, dbeta, dbeta_strides, dsink_parts, dgate, dgate_strides,
     scaled_grad, scaled_strides, rule, num_heads, num_kv_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """B2, B5, B6. One program owns BLOCK_M queries of one head; writes delta, dalpha, dbeta, dgate, E, a part of dsink.
 
-    fp32 sums. The outputs of inputs that are None are None.
+    fp32 sums. The outputs of inputs that are None are None. `dsink_parts` is the gradient itself, [B, H, T], if every
+    row has its own sink.
     """
     batch = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -119,10 +121,13 @@ def _row_kernel(
         dgate_tile = tl.where(seen[:, None], grad.to(tl.float32) * mixed, 0.0)
         store_tile(dgate, dgate_strides, batch, head, queries, rule.num_queries, dgate_tile, HEAD_DIM, BLOCK_D)
     if sink is not None:
-        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+        sink_log2 = load_sinks(sink, sink_strides, batch, head, queries, rule.num_queries)
         weight = tl.where(seen, tl.exp2(sink_log2 - row_lse), 0.0)
-        part = -tl.sum(tl.where(queries < rule.num_queries, weight * row_delta, 0.0), 0)
-        tl.store(dsink_parts + tl.program_id(0) * tl.num_programs(1) + block, part)
+        if sink_strides is None:
+            part = -tl.sum(tl.where(queries < rule.num_queries, weight * row_delta, 0.0), 0)
+            tl.store(dsink_parts + tl.program_id(0) * tl.num_programs(1) + block, part)
+        else:
+            store_row_scalars(dsink_parts, row_strides, batch, head, queries, rule.num_queries, -weight * row_delta)
 
 
 @triton.jit
@@ -333,10 +338,14 @@ class FlashBackward:
         grad_gate = None if gate is None else torch.empty_like(gate)
         parts = None
         if sink is not None:
-            parts = torch.empty(*core.shape[:2], self.num_blocks, dtype=torch.float32, device=core.device)
+            by_row = self.call.rows.has_row_sinks
+            shape, dtype = (sink.shape, sink.dtype) if by_row else ((*core.shape[:2], self.num_blocks), torch.float32)
+            parts = torch.empty(shape, dtype=dtype, device=core.device)
         values = self.launches.values((grad_out, core, *inputs, *grads, grad_gate, parts), state, self.workspace.new())
         self.launches.run("backward", values, self.device)
-        grad_sink = None if parts is None or sink is None else parts.sum((0, 2)).to(sink.dtype)
+        grad_sink = parts
+        if parts is not None and sink is not None and not by_row:
+            grad_sink = parts.sum((0, 2)).to(sink.dtype)
         return *grads, grad_sink, grad_gate
 
     def _arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -374,9 +383,9 @@ class FlashBackward:
                 Slot(CORE, tile_descriptor(core, rows.block_m)), Slot(GRAD, tile_descriptor(grad_out, rows.block_m)),
                 Slot(VALUE, tile_descriptor(value, rows.block_n)),
                 None if gate is None else Slot(GATE, tile_descriptor(gate, rows.block_m)),
-                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK), lse,
-                table, ranges, delta, None if alpha is None else Slot(DALPHA), row_strides,
-                None if beta is None else Slot(DBETA), row_strides,
+                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK),
+                self.call.rows.sink_strides, lse, table, ranges, delta, None if alpha is None else Slot(DALPHA),
+                row_strides, None if beta is None else Slot(DBETA), row_strides,
                 None if sink is None else Slot(SINK_PARTS), *_with_strides(gate, DGATE, fresh=True),
                 self.scaled, self._e(grad_out).stride(), self.rule, heads, key.shape[1],
                 rows.block_m, rows.block_n, dim, padded(dim), PRECISION,

@@ -20,6 +20,7 @@ from ..shared.tile_functions import (
     has_unseen_keys,
     is_finite,
     load_row_scalars,
+    load_sinks,
     load_tile,
     scheduled_block,
     span_phase,
@@ -84,7 +85,7 @@ def _softmax_step(
 
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def _forward_kernel(
-    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sums, ranges,
+    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, sums, ranges,
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -108,7 +109,10 @@ def _forward_kernel(
         of_block = ranges + (batch * num_blocks + block) * 4
     span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
 
-    row_max, row_sum = start_softmax(sink, head, BLOCK_M)
+    sink_log2 = None
+    if sink is not None:
+        sink_log2 = load_sinks(sink, sink_strides, batch, head, queries, rule.num_queries)
+    row_max, row_sum = start_softmax(sink_log2, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -128,6 +132,8 @@ def _forward_kernel(
     # A row that sees no key has lse = -inf, even with a sink; the backward detects it by that.
     row_lse = tl.where(seen != 0, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
+    if sink_strides is not None:
+        output = tl.where((seen != 0)[:, None], output, 0.0)  # the sink of a row that sees no key may be NaN
     if softmax_out is not None:
         store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
     if alpha is not None:
@@ -182,7 +188,8 @@ class FlashForward:
                 None if gate is None else Slot(GATE, tile_descriptor(gate, config.block_m)),
                 None if alpha is None else Slot(ALPHA), None if alpha is None else alpha.stride(),
                 None if beta is None else Slot(BETA), None if beta is None else beta.stride(),
-                None if sink is None else Slot(SINK), table, of_queries,
+                None if sink is None else Slot(SINK), call.rows.sink_strides,
+                table, of_queries,
                 Slot(OUT), out_strides, Slot(CORE) if keeps_core else None, out_strides if keeps_core else None,
                 Slot(NUM_TENSORS), rule, call.softmax_scale * LOG2E.value, heads, key.shape[1], programs,
                 query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,

@@ -15,6 +15,7 @@ from ..shared.tile_functions import (
     GRID_NUMBERS,
     LOG2E,
     load_row_scalars,
+    load_sinks,
     load_tile,
     scheduled_block,
     start_softmax,
@@ -73,7 +74,10 @@ def causal_kernel(
     rows = tl.arange(0, BLOCK_M)
     queries = block * BLOCK_M + rows
 
-    row_max, row_sum = start_softmax(sink, head, BLOCK_M)
+    sink_log2 = None
+    if sink is not None:
+        sink_log2 = load_sinks(sink, None, batch, head, None, None)
+    row_max, row_sum = start_softmax(sink_log2, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if SUMS_HERE:
         before_rows = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -148,15 +148,23 @@ def store_row_scalars(pointer, strides, batch, head, rows, length, numbers):
 
 
 @triton.jit
-def start_softmax(sink, head, BLOCK_M: tl.constexpr):
+def load_sinks(sink, strides, batch, head, rows, length):
+    """The sinks of some rows in units of log2: one number for a sink [H] (strides None), one per row for [B, H, T]."""
+    if strides is None:
+        return tl.load(sink + head).to(tl.float32) * LOG2E
+    else:
+        return load_row_scalars(sink, strides, batch, head, rows, length) * LOG2E
+
+
+@triton.jit
+def start_softmax(sink_log2, BLOCK_M: tl.constexpr):
     """(largest score, sum) of BLOCK_M rows before their first key, in units of log2.
 
-    The sink acts as a first key without a value, so it is included in lse.
+    The sink, if it is not None, acts as a first key without a value, so it is included in lse.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sink is not None:
-        sink_log2 = tl.load(sink + head).to(tl.float32) * LOG2E
+    if sink_log2 is not None:
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
         row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
     return row_max, row_sum

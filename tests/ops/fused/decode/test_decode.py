@@ -36,6 +36,8 @@ ALL = ("alpha", "beta", "sink", "gate")
 def make(batch, heads, groups, queries, keys, dim, names, dtype, seed=0):
     normal, extras = draw_rows(batch, heads, queries, keys, dim, dtype, seed)
     qkv = [normal(batch, n, length, dim).to(dtype) for n, length in ((heads, queries), (groups, keys), (groups, keys))]
+    if "row sink" in names:
+        names, extras["sink"] = (*names, "sink"), extras["sink"][:, None] + normal(batch, queries, heads).mT
     extras = {name: x.to(DEVICE) if name in names else None for name, x in extras.items()}
     return [x.to(DEVICE) for x in qkv], extras
 
@@ -76,6 +78,8 @@ def assert_close(out, expected, dtype):
         ((1, 8, 1, 16, 40, 16), ALL, True, None),
         ((1, 2, 1, 6, 4, 16), ALL, True, None),
         ((1, 2, 2, 1, 70, 80), ("sink",), True, None),
+        ((2, 4, 2, 1, 70, 16), ("row sink",), True, None),
+        ((2, 4, 2, 5, 200, 16), (*ALL, "row sink"), True, None),
     ],
 )
 def test_matches_the_reference(shape, names, is_causal, window, dtype):
@@ -112,9 +116,9 @@ def test_a_nan_query_is_nan_in_exactly_its_row(keys):
 
 @needs_triton
 @pytest.mark.parametrize("keys", [60, 900])
-@pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
+@pytest.mark.parametrize("name", ["alpha", "beta", "gate", "sink"])
 def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(name, keys):
-    qkv, extras = make(2, 4, 2, 1, keys, 16, ALL, torch.float32)
+    qkv, extras = make(2, 4, 2, 1, keys, 16, (*ALL, *(("row sink",) if name == "sink" else ())), torch.float32)
     key_mask = torch.ones(2, keys, dtype=torch.bool, device=DEVICE)
     key_mask[1] = False
     extras[name][1] = torch.nan
@@ -133,7 +137,7 @@ def test_lengths_align_the_queries_and_hide_the_rest(window, length_dtype):
     expected = []
     for b, length in enumerate(lengths):
         one = [qkv[0][b : b + 1], *(x[b : b + 1, :, :length] for x in qkv[1:])]
-        its = {n: x if n == "sink" else x[b : b + 1] for n, x in extras.items()}
+        its = {n: x if x.dim() == 1 else x[b : b + 1] for n, x in extras.items()}
         expected.append(oracle(one, its, Visibility(1, 3, length, qkv[0].device, is_causal=True, window=window)))
         for x in qkv[1:]:
             x[b, :, length:] = torch.nan
@@ -206,7 +210,7 @@ def test_unsupported_calls_get_a_reason():
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [(), ("beta",), ("sink",), ALL])
+@pytest.mark.parametrize("names", [(), ("beta",), ("sink",), ("row sink",), ALL])
 @pytest.mark.parametrize("keys", [1, 40, 511, 513])
 def test_short_caches_need_one_launch(names, keys):
     """With one query and a short cache the first kernel writes the output, which equals that of two kernels."""
@@ -240,7 +244,7 @@ def test_kernels_compile(capability, page_size):
     }
     one_page = page_size == 128
     constants = {"CAUSAL": True, "WINDOW": not one_page, "PAGE_SIZE": page_size, "ONE_PAGE": one_page}
-    constants |= {"HEAD_DIM": 128, "BLOCK_M": 16, "FINISH": one_page}
+    constants |= {"HEAD_DIM": 128, "BLOCK_M": 16, "FINISH": one_page, "sink_strides": None}
     constants |= {"BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_C": 16} | ({"block_table": None} if page_size == 1 else {})
     for kernel in (split_kernel, merge_kernel):
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from affine_attention.ops.call import AttentionCall
+from affine_attention.ops.call import AttentionCall, CallSpec
 from affine_attention.ops.fused import plan as planning
 from affine_attention.ops.fused.shared.tile_sizes import HOPPER, UNIVERSAL, table_config
 from affine_attention.ops.visibility import Visibility
@@ -52,6 +52,28 @@ def test_reasons_name_rule_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "got float64" in refusal(monkeypatch, query=x.double(), key=x.double(), value=x.double())
     dense = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     assert "dense mask" in refusal(monkeypatch, visibility={"pair_mask": dense})
+
+
+def test_a_sink_of_each_row_takes_the_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither cuDNN nor the Hopper kernels have one sink for each row."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(planning, "capability_of", lambda x: 90)
+    x = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    call = AttentionCall.of(
+        x,
+        x,
+        x,
+        sink=torch.zeros(1, 2, 64),
+        visibility=Visibility(1, 64, 64, x.device, is_causal=True),
+        softmax_scale=1.0,
+    )
+    spec = CallSpec.of(call)
+    for each in (spec.query, spec.key, spec.value):
+        each.device = torch.device("cuda", 0)
+    assert planning.why_not_plain(spec) == "takes one sink per head [H], got a sink per row [B, H, T]"
+    route = planning.choose_route(spec, True)
+    assert route.kernels == ("flash",)
+    assert "got a sink per row" in route.reason
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])

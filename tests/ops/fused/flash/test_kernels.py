@@ -47,13 +47,15 @@ def by_operator(*, visibility, softmax_scale, **inputs):
     return traced_attention(call, needs_gradient=True)
 
 
-# name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, Gate
+# name: (B, H, G, T, S, D), visibility, the parts of the equation: Alpha, Beta, Sink, a sink of each Row, Gate
 CASES = {
     "causal": ((2, 4, 2, 70, 70, 20), {"is_causal": True}, "absg"),
     "plain": ((1, 2, 2, 70, 70, 16), {"is_causal": True}, ""),
     "affine": ((1, 2, 1, 65, 65, 16), {"is_causal": True}, "ab"),
     "sink": ((1, 4, 1, 33, 33, 8), {"is_causal": True}, "s"),
     "gate": ((1, 2, 1, 33, 33, 8), {"is_causal": True}, "g"),
+    "row sinks": ((1, 4, 2, 70, 70, 8), {"is_causal": True}, "r"),
+    "row sinks and all": ((2, 2, 1, 70, 75, 16), {"window": 30, "segments": "sorted", "padding": "holes"}, "abrg"),
     "more keys": ((1, 2, 1, 37, 70, 24), {"is_causal": True}, "absg"),
     "more queries": ((1, 2, 1, 70, 37, 8), {"is_causal": True}, "absg"),
     "full": ((1, 2, 1, 53, 37, 8), {}, "absg"),
@@ -89,7 +91,11 @@ def make_inputs(shape: tuple[int, ...], parts: str, dtype: torch.dtype, seed: in
         "alpha": draw(batch, heads, queries).sigmoid() if "a" in parts else None,
         "beta": 0.1 * draw(batch, heads, queries) if "b" in parts else None,
         # Large and distinct values: with a sink near 0, a dropped or wrongly scaled sink would go unnoticed.
-        "sink": torch.linspace(-3, 6, heads).to(DEVICE) if "s" in parts else None,
+        "sink": torch.linspace(-3, 6, heads).to(DEVICE)
+        if "s" in parts
+        else (draw(batch, queries, heads).mT + torch.linspace(-3, 6, heads, device=DEVICE)[:, None]) * 1.0
+        if "r" in parts
+        else None,
         "gate": draw(batch, heads, queries, dim, dtype=dtype).sigmoid() if "g" in parts else None,
     }
 
@@ -155,7 +161,9 @@ def check(
         for name, expected in exact.items():
             found = results[-1][name]
             assert found.shape == expected.shape
-            ratio = error_ratio(found, [each[name] for each in plains], expected, rows if name == "sink" else 1)
+            ratio = error_ratio(
+                found, [each[name] for each in plains], expected, rows if name == "sink" and expected.dim() == 1 else 1
+            )
             error = float((found.double() - expected).norm())
             errors[name].append((error, error / ratio if ratio else 0.0))
             assert ratio == ratio, f"{name} is not a number"
@@ -258,10 +266,10 @@ def test_rows_that_see_no_key_are_zero(parts: str) -> None:
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["alpha", "beta", "gate"])
+@pytest.mark.parametrize("name", ["alpha", "beta", "gate", "sink"])
 def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(name: str, broken: float) -> None:
     shape = (2, 2, 1, 40, 40, 8)
-    inputs = make_inputs(shape, "absg", torch.float32)
+    inputs = make_inputs(shape, "abrg" if name == "sink" else "absg", torch.float32)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     mask[0, :9] = False  # the first rows of the first sequence see no key
     visibility = Visibility(2, 40, 40, DEVICE, is_causal=True, key_mask=mask)
@@ -321,7 +329,7 @@ def test_scales_that_are_not_positive(softmax_scale: float) -> None:
     check(inputs, visibility, softmax_scale=softmax_scale, function=fused)
 
 
-@pytest.mark.parametrize("names", ["absg", ""])
+@pytest.mark.parametrize("names", ["absg", "abrg", ""])
 def test_registration(names: str) -> None:
     shape, _, _ = CASES["sink"]
     inputs = make_inputs(shape, names, torch.float32)
@@ -335,7 +343,7 @@ def test_registration(names: str) -> None:
     torch.library.opcheck(torch.ops.affine_attention.backward.default, arguments, test_utils=utils)
 
 
-@pytest.mark.parametrize("case", ["causal", "everything", "no keys"])
+@pytest.mark.parametrize("case", ["causal", "everything", "no keys", "row sinks and all"])
 def test_the_operator_equals_the_eager_function(case: str) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
@@ -345,7 +353,7 @@ def test_the_operator_equals_the_eager_function(case: str) -> None:
         assert torch.equal(x, eager[name]), name
 
 
-@pytest.mark.parametrize(("case", "window"), [("window", 9), ("causal", None), ("affine", None)])
+@pytest.mark.parametrize(("case", "window"), [("window", 9), ("causal", None), ("affine", None), ("row sinks", None)])
 def test_compiles_without_a_graph_break(case: str, window: int | None) -> None:
     shape, options, parts = CASES[case]
     inputs, visibility = make_inputs(shape, parts, torch.float32), make_visibility(shape, options)
