@@ -96,7 +96,7 @@ def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         words = [*words, "--dry-run"]
     elif options.command == "study" and "--plan" not in words:
         words = [*words, "--plan"]
-    elif options.command in ("report", "gradients"):
+    elif options.command in ("report", "compare", "gradients"):
         monkeypatch.setattr(sys, "argv", ["affine"])
         words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
         Path("docs").mkdir(exist_ok=True)
