@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..lab.names import folder_name
+from ..lab.evaluation.instruments import parse_instruments
 from ..lab.recipe import Recipe, parse_setting
 from ..nn import Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe
@@ -37,7 +38,7 @@ class Plan:
         settings: changes of the recipe for every student.
         teacher_steps: steps of the teacher that the study trains if none is given.
         perplexity: further held-out texts by name, in addition to the run's own.
-        tasks, task_data, engine: as in `affine evaluate`; no tasks by default.
+        tasks, task_data, engine, instruments: as in `affine evaluate`; no tasks and no instruments by default.
     """
 
     recipe: str = "tiny_cpu"
@@ -49,6 +50,7 @@ class Plan:
     tasks: tuple[str, ...] | None = None
     task_data: Path | None = None
     engine: Literal["harness", "direct"] = "harness"
+    instruments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.mechanisms) * len(self.seeds) > MOST_RUNS:
@@ -56,6 +58,7 @@ class Plan:
                 f"a study has at most {MOST_RUNS:,} students, got {len(self.mechanisms):,} mechanisms with "
                 f"{len(self.seeds):,} seeds"
             )
+        parse_instruments(self.instruments)
         for name in ("mechanisms", "seeds"):
             values = getattr(self, name)
             if not values:
@@ -147,6 +150,7 @@ class Plan:
             "perplexity": dict(self.perplexity),
             "tasks": None if self.tasks is None else list(self.tasks),
             "engine": self.engine,
+            "instruments": list(self.instruments),
         }
 
 

@@ -34,7 +34,8 @@ def strongest_head(run: Run) -> float:
 def sink_rate(run: Run) -> float:
     """In per cent, from the inspection: heads whose mean weight on the first token exceeds 0.3 over 64 tokens."""
     found = run.inspection.get("sink_rate")
-    return 100 * number(found.get("rate") if isinstance(found, dict) else found)
+    rates = found.get("rate") if isinstance(found, dict) else None
+    return 100 * number(rates.get("weights") if isinstance(rates, dict) else None)
 
 
 STRONGEST = Measure("Strongest head", strongest_head, digits=4, title="largest mean weight on the first token")
