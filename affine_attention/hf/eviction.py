@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .masks import KEY_CODE, SEGMENT_CODE, packed_segments
 
@@ -66,9 +67,10 @@ def without_first_key(cache: Any) -> DynamicCache:
 
     Raises ValueError for a cache that does not hold all keys of every layer.
     """
-    if not isinstance(cache, DynamicCache) or any(layer.keys is None or layer.is_sliding for layer in cache.layers):
+    layers: list[Any] = getattr(cache, "layers", [])
+    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in layers):
         raise ValueError(f"the first key cannot be removed from a {type(cache).__name__} with sliding or other layers")
-    for layer in cache.layers:
+    for layer in layers:
         layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
     return cache
 

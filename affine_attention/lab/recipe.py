@@ -71,7 +71,9 @@ class Recipe:
         None, "evict keys from the student in some steps: the first key, or all keys outside of a window; none: never"
     )
     pressure_share: float = _setting(0.5, "share of the steps with evicted keys, with sink_pressure")
-    pressure_after: int = _setting(16, "tokens that see the first key before it is evicted, with sink_pressure=first_key")
+    pressure_after: int = _setting(
+        16, "tokens that see the first key before it is evicted, with sink_pressure=first_key"
+    )
     pressure_window: int = _setting(128, "visible keys in these steps, with sink_pressure=window")
 
     steps: int = _setting(200, "optimizer steps")
@@ -243,13 +245,15 @@ class Recipe:
         becomes the checkpoint of the student.
         """
 
-        def place(source: str | None) -> str | None:
-            if source is None or not source.startswith(BESIDE):
+        def place(source: str) -> str:
+            if not source.startswith(BESIDE):
                 return source
             return os.path.normpath(run.absolute() / source[len(BESIDE) :])
 
-        student, teacher = place(self.student), place(self.teacher_source)
-        return dataclasses.replace(self, student=student, teacher=teacher)
+        teacher = self.teacher_source
+        return dataclasses.replace(
+            self, student=place(self.student), teacher=None if teacher is None else place(teacher)
+        )
 
     def digest(self) -> str:
         """A hash of the settings that differ from the defaults, so that runs stay valid when settings are added."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..lab.names import folder_name
 from ..lab.evaluation.instruments import parse_instruments
+from ..lab.names import folder_name
 from ..lab.recipe import Recipe, parse_setting
 from ..nn import Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe

@@ -241,8 +241,7 @@ def format_instruments(found: dict[str, Any]) -> list[str]:
     variants = found.get("quantisation", {}).get("variants", {})
     rows += [(entry["what"], entry) for entry in variants.values()]
     rows += [
-        (f"{name} of the training length", entry)
-        for name, entry in found.get("length", {}).get("factors", {}).items()
+        (f"{name} of the training length", entry) for name, entry in found.get("length", {}).get("factors", {}).items()
     ]
     if rows:
         lines.append(f"  {'instrument':44} {'loss':>10} {'difference':>10} {'±':>10}")

@@ -34,7 +34,7 @@ def activation_table(groups: list[Group]) -> Table:
     """What goes with attention sinks, from inspection.json."""
     measures = [
         Measure("Sink rate of softmax part %", softmax_sink_rate, digits=1,
-                title="share of heads that put more than 0.3 of their softmax part on the first token, over 64 queries"),
+                title="share of heads with more than 0.3 of their softmax part on the first token, over 64 queries"),
         Measure("Largest activation", largest_activation, digits=1, title="over layers, tokens and channels"),
         Measure("Largest / median", activation_ratio, digits=0,
                 title="the largest over layers of largest activation / median activation"),

@@ -38,11 +38,11 @@ from .distill_trainer import DistillTrainer
 from .final_model import save_model
 from .lock import check_folder, lock_run, prepare_run
 from .nonfinite import NotFiniteError
+from .pressure import check_pressure
 from .progress import Progress, wants_progress
 from .signals import Stopped, StopSignals
 from .steplog import StepLog
 from .stream_position import ResumableStream
-from .pressure import check_pressure
 from .student import build_student, check_fit, check_sources, check_teacher, explain_attention, fingerprint_start
 from .trainer_arguments import training_arguments
 

@@ -27,6 +27,8 @@ def test_the_table_has_the_baseline_its_ratio_and_the_sink_rate(tmp_path):
     assert [cell.text for cell in row.cells[2:]] == ["0.3750", "0.3750", "0.7500", "0.50", "0.7000", NOT_STORED]
     assert strongest_head(groups[0].runs[0]) == 0.7
     assert any("do not store it" in note for note in first_token_table(groups).notes)
-    table = first_token_table(group_runs(load_runs([set_inspection(one, sink_rate={"rate": {"weights": 0.25, "softmax": 0.5}})])))
+    table = first_token_table(
+        group_runs(load_runs([set_inspection(one, sink_rate={"rate": {"weights": 0.25, "softmax": 0.5}})]))
+    )
     assert table.rows[0].cells[-1].text == "25.0"
     assert not any("do not store it" in note for note in table.notes)

@@ -63,7 +63,9 @@ def test_the_student_does_not_see_the_key_and_the_teacher_does():
     assert loss(model, teacher, hidden).total_sum != loss(model, teacher, inputs).total_sum
 
 
-@pytest.mark.parametrize("changes", [{"sink_pressure": "first_key", "pressure_after": 4}, {"sink_pressure": "window", "pressure_window": 4}])
+@pytest.mark.parametrize(
+    "changes", [{"sink_pressure": "first_key", "pressure_after": 4}, {"sink_pressure": "window", "pressure_window": 4}]
+)
 def test_a_resumed_run_is_bitwise_equal(place, tmp_path, changes):
     recipe = tiny_recipe(place.text, **changes, eval_every=0)
     whole = train(recipe, tmp_path / "whole", device="cpu", quiet=True)
