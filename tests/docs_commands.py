@@ -145,7 +145,7 @@ def small_options(words: list[str]) -> list[str]:
         elif option in small:
             kept += [option, small[option]]
         else:
-            assert not option.startswith("-") or option in ("--tasks", "--task-data"), option
+            assert not option.startswith("-") or option in ("--tasks", "--task-data", "--output"), option
     return [*kept, *(["--limit", "2"] if "--perplexity" in kept else [])]
 
 
