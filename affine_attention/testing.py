@@ -21,6 +21,7 @@ from .nn import PRESETS, Mechanism
 from .ops import attention
 from .ops.call import sink_by_row
 from .ops.dtypes import row_dtype
+from .ops.finish import NORM_EPS
 from .ops.validation import check_visibility
 from .ops.visibility import Visibility
 
@@ -30,7 +31,8 @@ ENOUGH_ROWS, ENOUGH_SINKS, MOST_REPEATS = 2048, 16, 16
 ENOUGH_ROWS_FOR_A_MAXIMUM = 24576
 
 VISIBILITIES = ("full", "causal", "window", "segments", "padding", "mask", "head_mask")
-EXTRAS = ("row_sink",)
+EXTRAS = ("row_sink", "exclusion", "norm", "head_norm")
+COEFFICIENTS = ("alpha", "beta", "sink", "gate", "exclusion", "norm_weight")
 LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
 
 
@@ -38,7 +40,8 @@ LAYOUTS = ("plain", "transposed", "fused_qkv", "strided", "expanded")
 class Case:
     """One call of the operator. `visibility` combines kinds with "+", as in "causal+window+padding".
 
-    `extra` adds parts to the mechanism, combined with "+" as well: "row_sink" (a sink of each row).
+    `extra` adds parts to the mechanism, combined with "+" as well: "row_sink" (a sink of each row), "exclusion" (of the
+    own value), "norm" (one weight for all heads) or "head_norm" (a weight for each head).
     """
 
     mechanism: str = "affine"
@@ -82,7 +85,7 @@ class Inputs:
 
 
 GRID: dict[str, tuple[Any, ...]] = {
-    "mechanism": tuple(PRESETS),
+    "mechanism": tuple(PRESETS)[:8],  # the others differ in where the coefficients of the operator come from
     "visibility": (
         "full", "causal", "window", "segments", "padding", "mask", "head_mask", "causal+window", "causal+segments",
         "causal+padding", "causal+head_mask", "segments+padding", "causal+window+segments+padding",
@@ -154,6 +157,10 @@ def make_inputs(case: Case) -> Inputs:
     for part in filter(None, case.extra.split("+")):
         if part == "row_sink":
             tensors["sink"] = torch.linspace(-2.0, 5.0, case.heads, dtype=torch.float64)[:, None] + normal(*shape_q[:3])
+        elif part == "exclusion":
+            tensors["exclusion"] = 0.9 + 0.3 * normal(*shape_q[:3])
+        elif part in ("norm", "head_norm"):
+            tensors["norm_weight"] = 1 + 0.3 * normal(*((case.dim,) if part == "norm" else (case.heads, case.dim)))
         else:
             raise ValueError(f"extra must combine {', '.join(EXTRAS)} with '+', got {part!r}")
     visible = _make_visibility(case, generator)
@@ -228,8 +235,8 @@ def _lay_out(inputs: Inputs, case: Case) -> Inputs:
 def run(inputs: Inputs, impl: str = "auto") -> dict[str, Tensor]:
     """The output ("out") and the gradients of all tensors, by name."""
     leaves = inputs.leaves()
-    rows: dict[str, Any] = {name: leaves.get(name) for name in ("alpha", "beta", "sink", "gate")}
-    out = attention(leaves["query"], leaves["key"], leaves["value"], **rows, **inputs.visible, impl=impl)
+    arguments: dict[str, Any] = {**leaves, **inputs.visible}
+    out = attention(**arguments, impl=impl)
     return _with_gradients(out, leaves, inputs.grad_out)
 
 
@@ -252,7 +259,7 @@ def naive_attention(
 ) -> Tensor:
     """[alpha softmax(Q K^T / sqrt(d)) + beta] V as in the paper, with T x S weights in the dtype of query."""
     query, key, value, seen = _plain_inputs(leaves, visible)
-    rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
+    rows = {name: leaves[name].to(query.dtype) for name in COEFFICIENTS if name in leaves}
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     scores = (query @ key.mT * scale).masked_fill(~seen, -torch.inf)
     if "sink" in rows:
@@ -264,8 +271,7 @@ def naive_attention(
         weights = rows["alpha"][..., None] * weights
     if "beta" in rows:
         weights = weights + rows["beta"][..., None]
-    out = weights.masked_fill(~seen, 0) @ value
-    return rows["gate"] * out if "gate" in rows else out
+    return _plain_finish(weights.masked_fill(~seen, 0) @ value, value, rows, seen)
 
 
 def sdpa_attention(
@@ -273,7 +279,7 @@ def sdpa_attention(
 ) -> Tensor:
     """The same with PyTorch's SDPA for the softmax part; a sink is an additional zero key with a bias."""
     query, key, value, seen = _plain_inputs(leaves, visible)
-    rows = {name: leaves[name].to(query.dtype) for name in ("alpha", "beta", "sink", "gate") if name in leaves}
+    rows = {name: leaves[name].to(query.dtype) for name in COEFFICIENTS if name in leaves}
     batch, heads, queries, _ = query.shape
     bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
     bias = bias.expand(batch, heads, queries, key.shape[2])
@@ -295,6 +301,22 @@ def sdpa_attention(
         out = rows["alpha"][..., None] * out
     if "beta" in rows:
         out = out + rows["beta"][..., None] * (seen.to(query.dtype) @ value)
+    return _plain_finish(out, value, rows, seen)
+
+
+def _plain_finish(out: Tensor, value: Tensor, rows: dict[str, Tensor], seen: Tensor) -> Tensor:
+    """Exclusion, norm and gate of the output, in the dtype of the output; as models of transformers do it."""
+    if "exclusion" in rows:
+        before = max(out.shape[2] - value.shape[2], 0)
+        own = torch.nn.functional.pad(value, (0, 0, before, 0))[:, :, before + value.shape[2] - out.shape[2] :]
+        sees_own = torch.nn.functional.pad(seen, (before, 0)).diagonal(seen.shape[3] + before - seen.shape[2], -2, -1)
+        direction = torch.nn.functional.normalize(own.masked_fill(~sees_own[..., None], 0), dim=-1)
+        out = out - rows["exclusion"][..., None] * (out * direction).sum(-1, keepdim=True) * direction
+    if "norm_weight" in rows:
+        wide = out.to(row_dtype(out.dtype))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
+        weight = rows["norm_weight"]
+        out = normed.to(out.dtype) * (weight if weight.dim() == 1 else weight[:, None])
     return rows["gate"] * out if "gate" in rows else out
 
 
@@ -357,8 +379,9 @@ def _accuracy(case: Case, impl: str, repeats: int) -> Accuracy:
         for name, truth in oracle.items():
             if truth.numel():
                 # Each element of a sink's gradient is a sum over all rows, whose rounding errors are not averaged out.
-                by_head = name == "grad_sink" and truth.dim() == 1
-                terms = max(case.batch * case.queries, 1) if by_head else 1
+                # So is each of a norm's weight, over all heads too if they share it.
+                terms = max(case.batch * case.queries, 1) if truth.dim() <= 2 else 1
+                terms *= case.heads if name == "grad_norm_weight" and truth.dim() == 1 else 1
                 found = [_distance(each[name], truth) for each in plain]
                 found.append(_resolution(truth, case.dtype, terms))
                 own[name] += _distance(result[name], truth) ** 2

@@ -7,6 +7,8 @@ loads it, and raises instead of running as plain softmax. A class is created on 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,7 @@ class AffineConfigMixin(_OwnNames):
         own.pop("base_model_type", None)
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
+        _tell_server(own.get("architectures") or ())
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
 
     @classmethod
@@ -315,6 +318,19 @@ def affine_model_class(base: type[PreTrainedModel]) -> Any:
         if conversions is not None:
             register_checkpoint_conversion_mapping(PREFIX + base.__name__, conversions, overwrite=True)
     return _CREATED[base]
+
+
+def _tell_server(architectures: Sequence[str]) -> None:
+    """`transformers serve` reads a configuration and then looks its architecture up in the namespace of transformers.
+
+    It is not enough to import transformers here and add the class: a process may hold several of its lazy modules.
+    """
+    server: Any = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is None:
+        return
+    for name in architectures:
+        if name.startswith(PREFIX):
+            setattr(server.transformers, name, __getattr__(name))
 
 
 _CREATED: dict[type, Any] = {}

@@ -31,6 +31,11 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
+    if mechanism.differential:
+        raise ValueError(
+            f'start="identity" does not work for {mechanism.name!r}: each head subtracts a part of another head, also '
+            'at the start; use start="fresh"'
+        )
     if mechanism.alpha_rule is not None and mechanism.alpha_rule.scores == "constant":
         raise ValueError(
             f'start="identity" does not work for {mechanism.name!r}: an alpha that is always '

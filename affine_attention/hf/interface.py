@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import Coefficients, real_tokens
+from ..nn.attention import Coefficients, real_tokens, subtract_pairs
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
@@ -161,7 +161,7 @@ def affine_attention(
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
-    alpha = beta = sink = gate = None
+    alpha = beta = sink = gate = difference = None
     if not layer.is_plain:
         sink = layer.sink
         if sink is not None:
@@ -172,14 +172,18 @@ def affine_attention(
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        alpha, beta, _, gate = layer.rows(affine_hidden, divisor, token_mask)
+        alpha, beta, token_sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        if sink is None:
+            sink = token_sink
+        if layer.mechanism.differential:
+            difference = layer.difference(affine_hidden, key.shape[1])
         if alpha is not None and alpha.shape[1] != query.shape[1]:
             # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
             alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
-            token_mask=token_mask, **arguments,
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
+            softmax_scale=scaling, token_mask=token_mask, **arguments,
         )  # fmt: skip
     if sequence is not None:
         rows = Coefficients(alpha, beta, sink, gate)
@@ -193,6 +197,9 @@ def affine_attention(
     weights = None
     if affine_weights:
         weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
+    if difference is not None:
+        out = subtract_pairs(out, difference)
+        weights = None if weights is None else subtract_pairs(weights, difference)
     # Contiguous like transformers' own: a model may use view (afmoe does).
     return out.transpose(1, 2).contiguous(), weights
 

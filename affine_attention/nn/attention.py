@@ -33,7 +33,7 @@ from .arguments import (
 from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
 from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
-from .scaling import AffineScale, Start
+from .scaling import AffineScale, Start, wide
 
 PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
@@ -43,7 +43,7 @@ class Coefficients(NamedTuple):
 
     alpha: Tensor | None  # [B, H, T]
     beta: Tensor | None  # [B, H, T]
-    sink: Tensor | None  # [H]
+    sink: Tensor | None  # [H], or [B, H, T] for a sink of each token
     gate: Tensor | None  # [B, H, T, D]
 
 
@@ -59,6 +59,8 @@ class AttentionMechanism(nn.Module):
     """
 
     sink: Tensor | None
+    sink_proj: nn.Linear | None  # W_s
+    difference_proj: nn.Linear | None  # W_d
     # Called with (query, key, value, **arguments) before each operator call.
     observer: Callable[..., None] | None = None
     sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
@@ -79,7 +81,11 @@ class AttentionMechanism(nn.Module):
         _check_starts(self.mechanism, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.nonnegative_alpha = self.mechanism.nonnegative_alpha
-        self.is_plain = not (self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink)
+        # The node that joins W_a and the operator has neither a sink of each token nor a difference.
+        self.joins = self.mechanism.has_alpha and self.mechanism.sink != "token" and not self.mechanism.differential
+        self.is_plain = not (
+            self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink or self.mechanism.differential
+        )
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -90,7 +96,11 @@ class AttentionMechanism(nn.Module):
             if self.mechanism.gate
             else None
         )
-        empty = torch.empty(num_heads, device=device, dtype=dtype)
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        by_token = {"sink_proj": self.mechanism.sink == "token", "difference_proj": self.mechanism.differential}
+        for name, exists in by_token.items():
+            setattr(self, name, nn.Linear(embed_dim, num_heads, bias=False, **like) if exists else None)
+        empty = torch.empty(num_heads, **like)
         if self.mechanism.sink == "learned":
             self.sink = nn.Parameter(empty)
         elif self.mechanism.sink == "zero":
@@ -119,6 +129,9 @@ class AttentionMechanism(nn.Module):
     def _own_starts(self, identity: bool = False) -> Iterator[Start]:
         if self.gate_proj is not None:
             yield Start(self.gate_proj.weight, 0.0, 0.0 if identity else self.mechanism.init_std)
+        for proj in (self.sink_proj, self.difference_proj):
+            if proj is not None:
+                yield Start(proj.weight, 0.0, self.mechanism.init_std)
         if self.sink is not None:
             yield Start(self.sink, self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
@@ -159,7 +172,26 @@ class AttentionMechanism(nn.Module):
         scale = self.scale
         if scale is not None:
             alpha, beta = scale(hidden, num_keys, token_mask)
-        return Coefficients(alpha, beta, self.sink, self._gate(hidden))
+        sink_proj: Any = self._modules.get("sink_proj")
+        sink = self.sink if sink_proj is None else self._token_sink(sink_proj(hidden))
+        return Coefficients(alpha, beta, sink, self._gate(hidden))
+
+    def _token_sink(self, scores_BTH: Tensor) -> Tensor:
+        scores = wide(scores_BTH).transpose(1, 2)
+        return scores + self.mechanism.sink_start if self.mechanism.sink_start else scores
+
+    def difference(self, hidden: Tensor, num_kv_heads: int) -> Tensor | None:
+        """How much of the other head of its pair each head subtracts, [B, H, T]; None if the mechanism does not."""
+        proj: Any = self._modules.get("difference_proj")
+        if proj is None:
+            return None
+        if self.num_heads // num_kv_heads % 2:
+            raise ValueError(
+                "a differential mechanism needs an even number of query heads for each key-value head, because the "
+                f"two heads of a pair share their values, got {self.num_heads} and {num_kv_heads} heads; use fewer "
+                "key-value heads or another mechanism"
+            )
+        return torch.sigmoid(wide(proj(hidden))).transpose(1, 2)
 
     def _gate(self, hidden: Tensor) -> Tensor | None:
         gate_proj: Any = self._modules.get("gate_proj")
@@ -184,9 +216,9 @@ class AttentionMechanism(nn.Module):
 
         `sink` is the sink of the layer, or this rank's part of it; `visible` are the visibility arguments of the call.
         """
-        scale: Any = self._modules.get("scale")
-        if scale is None or visible != PLAIN_CAUSAL:
+        if not self.joins or visible != PLAIN_CAUSAL:
             return None
+        scale: Any = self._modules["scale"]
         arguments = (num_keys, token_mask, sink, self._gate, softmax_scale)
         out: Tensor | None = scale.attend(hidden, query, key, value, *arguments)
         return out
@@ -222,15 +254,17 @@ class AttentionMechanism(nn.Module):
             if out is not None:
                 return out
         alpha, beta, sink, gate = self.rows(hidden, num_keys, tokens)
+        difference = self.difference(hidden, key.shape[1])
         if self.observer is not None:
             self.observer(
-                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=softmax_scale,
-                token_mask=token_mask, **visible,
+                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
+                softmax_scale=softmax_scale, token_mask=token_mask, **visible,
             )  # fmt: skip
-        return attention(
+        result: Tensor = attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
             softmax_scale=softmax_scale, nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
+        return result if difference is None else subtract_pairs(result, difference)
 
     def bias_divisor(
         self,
@@ -267,7 +301,8 @@ class AttentionMechanism(nn.Module):
     ) -> None:
         check_hidden(hidden, self.embed_dim)
         scale = self.scale
-        for proj in (*(() if scale is None else (scale.proj, scale.beta_proj)), self.gate_proj):
+        of_scale = () if scale is None else (scale.proj, scale.beta_proj)
+        for proj in (*of_scale, self.gate_proj, self.sink_proj, self.difference_proj):
             if proj is not None:
                 check_fits_weights(hidden, proj)
         check_query_key(query, key)
@@ -288,6 +323,13 @@ def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
     for name, value in (("sink_start", mechanism.sink_start), ("init_std", mechanism.init_std)):
         if abs(value) > largest:
             raise ValueError(f"{name} of the mechanism must be at most {largest:g} in {dtype}, got {shown(value)}")
+
+
+def subtract_pairs(of_heads: Tensor, difference_BHT: Tensor) -> Tensor:
+    """Each head of [B, H, T, ..] minus `difference` times the other head of its pair (2i, 2i + 1)."""
+    other = of_heads.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+    subtracted: Tensor = of_heads - difference_BHT[..., None] * other
+    return subtracted.to(of_heads.dtype)
 
 
 def real_tokens(mask: Tensor | None, num_queries: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..messages import shown
 from ..ops import attention
-from .attention import AttentionMechanism, Coefficients, default_positions
+from .attention import AttentionMechanism, Coefficients, default_positions, subtract_pairs
 
 
 class _AllToAll(torch.autograd.Function):
@@ -127,13 +127,11 @@ class SequenceGroup:
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         alpha, beta, sink, gate = coefficients
-        query, key, value, alpha, beta, gate = self._exchange([query, key, value, alpha, beta, gate])
-        if sink is not None:
-            if sink.dim() != 1:
-                raise ValueError(
-                    f"sink must have shape [H] under sequence parallelism, got {list(sink.shape)}: a sink per row "
-                    "[B, H, T] is not exchanged between ranks; use one sink per head"
-                )
+        rows = [alpha, beta, gate, None if sink is None or sink.dim() == 1 else sink]
+        query, key, value, alpha, beta, gate, row_sink = self._exchange([query, key, value, *rows])
+        if row_sink is not None:
+            sink = row_sink
+        elif sink is not None:
             heads = sink.shape[0] // self.size
             sink = sink[self.rank * heads : (self.rank + 1) * heads]
         return query, key, value, Coefficients(alpha, beta, sink, gate)
@@ -200,13 +198,15 @@ class SequenceGroup:
         mask, segment_ids = self._gather_visible(query, mask, segment_ids)
         visible = visible | {"mask": mask, "segment_ids": segment_ids}
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
+        difference = layer.difference(hidden, key.shape[1])
         query, key, value, rows = self.to_heads(query, key, value, rows)
-        return self.to_part(
+        out = self.to_part(
             attention(
                 query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale,
                 nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
+        return out if difference is None else subtract_pairs(out, difference)
 
     def positions(self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
         """The default positions of this rank's tokens: those that one rank would give them."""

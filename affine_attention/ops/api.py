@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..messages import check_flag
 from .call import AttentionCall, Rows
 from .composed import composed_attention
+from .finish import NORM_EPS, Finish, finish, own_values, row_marks, uses_kernels
 from .fused import INTERPRETED, runs_on
 from .fused.plan import (
     HALF,
@@ -31,10 +32,11 @@ from .fused.plan import (
     why_not_fused,
     why_not_plain,
 )
-from .reference import reference_attention, reference_weights
+from .reference import reference_attention, reference_finish, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
 from .validation import (
+    check_finish,
     check_one_of,
     check_query_key,
     check_rows,
@@ -71,6 +73,9 @@ def attention(
     beta: Tensor | None = None,
     sink: Tensor | None = None,
     gate: Tensor | None = None,
+    exclusion: Tensor | float | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = NORM_EPS,
     mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
@@ -79,7 +84,10 @@ def attention(
     nonnegative_alpha: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """gate * (alpha * softmax_with_sink(query key^T * softmax_scale) value + beta * sum of visible values).
+    """gate * N(X(alpha * softmax_with_sink(query key^T * softmax_scale) value + beta * sum of visible values)).
+
+    X subtracts the part along the token's own value (`exclusion`), N is a norm per head (`norm_weight`); each is the
+    identity by default.
 
     >>> q = torch.randn(2, 8, 128, 64); k = torch.randn(2, 2, 128, 64); v = torch.randn(2, 2, 128, 64)
     >>> alpha = torch.rand(2, 8, 128); beta = (0.5 - alpha) / 2048
@@ -93,6 +101,12 @@ def attention(
         sink: [H], or [B, H, T] for a sink of each row: a logit that takes part in the softmax and has no value. It is
             not multiplied by softmax_scale.
         gate: [B, H, T, D], multiplies the output.
+        exclusion: gamma, [B, H, T] or a number: y becomes y - gamma (y . d) d, with d the direction of the value at the
+            query's own position (key i + S - T). 1.0 is exclusive self attention. y is unchanged where that key is
+            invisible or its value is zero.
+        norm_weight: [D] or [H, D]: y becomes y / sqrt(mean(y^2) + norm_eps) * norm_weight, after the exclusion and
+            before the gate.
+        norm_eps: at least 2^-126; used with norm_weight only.
         mask: boolean, True where a key may be seen: [B, S] (padding) or [B, 1|H, T, S].
         is_causal: bottom-right aligned: the last query sees the last key.
         window: a query sees keys closer than this many positions (with is_causal: the last `window` keys).
@@ -105,6 +119,11 @@ def attention(
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
+    if exclusion is not None or norm_weight is not None:
+        query, key, value, gate = _follow_autocast(query, key, value, gate)
+        parts = Finish(exclusion, norm_weight, norm_eps, gate)
+        given = (query, key, value, alpha, beta, sink, gate, mask)
+        return _finished(given, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha, parts, impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     compiling = torch.compiler.is_compiling()
     if compiling and segment_ids is None and window is None and impl == "auto":
@@ -166,6 +185,9 @@ def explain(
     beta: Tensor | None = None,
     sink: Tensor | None = None,
     gate: Tensor | None = None,
+    exclusion: Tensor | float | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = NORM_EPS,
     mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
@@ -179,9 +201,17 @@ def explain(
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
                          softmax_scale, nonnegative_alpha)  # fmt: skip
+    finishes = exclusion is not None or norm_weight is not None
+    if finishes:
+        check_finish(query, exclusion, norm_weight, norm_eps)
+        call = call._replace(rows=call.rows._replace(gate=None))
     choice, _ = _choose(call, impl)
     if choice.impl == "composed":
         choice = replace(choice, kernels=_kernels_of(query, key, call.visibility))
+    if finishes:
+        parts, kernels = Finish(exclusion, norm_weight, norm_eps, gate).parts, uses_kernels(query, impl)
+        reason = f"{choice.reason}; then {parts} in one pass {'of a kernel' if kernels else 'with PyTorch'}"
+        choice = replace(choice, kernels=(*choice.kernels, *(("finish",) if kernels else ())), reason=reason)
     return choice
 
 
@@ -197,6 +227,27 @@ def count_visible_keys(
     """n, the number of keys that each query of a call sees: int64, broadcastable to [B, H, T]."""
     check_query_key(query, key)
     return check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids).count()
+
+
+def _finished(
+    tensors: tuple[Any, ...], segment_ids: Any, is_causal: Any, window: Any, softmax_scale: Any, nonnegative_alpha: Any,
+    parts: Finish, impl: str,
+) -> Tensor:  # fmt: skip
+    """A call with an exclusion or a norm: attention without the gate, then X, N and the gate in one pass."""
+    _check_impl(impl)
+    query, key, value, alpha, beta, sink, gate, mask = tensors
+    call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
+                         softmax_scale, nonnegative_alpha)  # fmt: skip
+    check_finish(query, *parts[:3])
+    y = attention(
+        query, key, value, alpha=alpha, beta=beta, sink=sink, mask=mask, is_causal=is_causal, window=window,
+        segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, impl=impl,
+    )  # fmt: skip
+    with torch.autocast(_autocast_device(query), enabled=False):
+        if impl == "reference":
+            return reference_finish(y, value, call.visibility, parts)
+        own = None if parts.exclusion is None else own_values(value, call.visibility)
+        return finish(y, own, row_marks(call.visibility), parts, kernels=uses_kernels(y, impl))
 
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]

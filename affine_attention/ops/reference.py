@@ -3,7 +3,9 @@
 F1  s_ij  = q_i . k_j * softmax_scale
 F2  p_ij  = exp(s_ij) / (sum over visible j of exp(s_ij) + exp(sink))
 F3  w_ij  = alpha_i p_ij + beta_i on visible keys, 0 elsewhere
-F4  out_i = gate_i * sum_j w_ij v_j
+F4  out_i = gate_i * sum_j w_ij v_j, or with an exclusion or a norm per head gate_i * N(X(y_i)), y_i = sum_j w_ij v_j:
+F9  X(y)  = y - gamma (y . d) d,  d the direction of the value at the query's own position, 0 if that key is invisible
+F10 N(x)  = x / sqrt(mean(x^2) + norm_eps) * norm_weight
 
 Gradients come from autograd. Half precision is computed in fp32, fp64 in fp64.
 """
@@ -12,10 +14,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .call import AttentionCall, Rows, sink_by_row
 from .dtypes import row_dtype
+from .finish import Finish
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
+from .visibility import Visibility
 
 
 def reference_weights(call: AttentionCall) -> Tensor:
@@ -60,6 +65,31 @@ def reference_attention(call: AttentionCall) -> Tensor:
     if nan_BHT1 is not None:
         out_BHTD = out_BHTD + nan_BHT1
     return out_BHTD.to(call.query.dtype)
+
+
+def reference_finish(y: Tensor, value: Tensor, visibility: Visibility, parts: Finish) -> Tensor:
+    """F9, F10 and the gate, from the output y [B, H, T, D] without a gate."""
+    dtype, heads, visible = row_dtype(y.dtype), y.shape[1], visibility.dense()
+    sees_some = visible.any(-1, keepdim=True)
+    out_BHTD = y.to(dtype)
+    if parts.exclusion is not None:
+        offset = visibility.offset
+        own = pad(value, (0, 0, -offset, 0)) if offset < 0 else value[:, :, offset:]
+        sees_own = pad(visible, (-offset, 0)).diagonal(0, -2, -1) if offset < 0 else visible.diagonal(offset, -2, -1)
+        own_BHTD = _repeat_heads(own, heads).to(dtype).masked_fill(~sees_own[..., None], 0)
+        length = torch.linalg.vector_norm(own_BHTD, dim=-1, keepdim=True)
+        direction = own_BHTD / length.masked_fill(length == 0, 1)
+        gamma = parts.exclusion
+        if isinstance(gamma, Tensor):
+            gamma = gamma.to(dtype).masked_fill(~sees_own, 0)[..., None]
+        out_BHTD = out_BHTD - gamma * (out_BHTD * direction).sum(-1, keepdim=True) * direction
+    if parts.norm_weight is not None:
+        weight = parts.norm_weight.to(dtype)
+        weight = weight if weight.dim() == 1 else weight[:, None]
+        out_BHTD = out_BHTD / torch.sqrt(out_BHTD.square().mean(-1, keepdim=True) + parts.norm_eps) * weight
+    if parts.gate is not None:
+        out_BHTD = out_BHTD * parts.gate.to(dtype).masked_fill(~sees_some, 0)
+    return out_BHTD.masked_fill(~sees_some, 0).to(y.dtype)
 
 
 def _without_empty_rows(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Rows]:

@@ -17,6 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SEGMENT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD_DIM = 256
 LARGEST_FLOAT = sys.float_info.max
+SMALLEST_EPS = 2.0**-126  # the smallest normal number of fp32
 # Windows of at least this size are clamped to T + S, which exceeds every distance. Smaller windows are not compared
 # with the lengths, because a compiled graph would specialise on them.
 LARGE_WINDOW = 2**30
@@ -67,18 +68,44 @@ def check_rows(query: Tensor, alpha: Any, beta: Any, sink: Any, gate: Any) -> No
         ("sink", sink, by_head, by_row),
         ("gate", gate, ("[B, H, T, D]", (batch, heads, queries, dim))),
     ):
-        if x is None:
-            continue
-        _check_tensor(name, x, " or ".join(letters for letters, _ in known), *(len(shape) for _, shape in known))
-        if tuple(x.shape) not in [shape for _, shape in known]:
-            shapes = " or ".join(f"{letters} = {list(shape)}" for letters, shape in known)
-            raise ValueError(f"{name} must have shape {shapes}, got {list(x.shape)}")
-        if x.dtype not in (query.dtype, torch.float32, torch.float64):
-            raise TypeError(
-                f"{name} must be float32, float64 or the dtype of query ({_name(query.dtype)}), got {_name(x.dtype)}; "
-                f"convert it with {name}.float()"
-            )
-        _check_device(name, x, query)
+        if x is not None:
+            _check_coefficient(name, x, query, *known)
+
+
+def _check_coefficient(name: str, x: Any, query: Tensor, *known: tuple[str, tuple[int, ...]]) -> None:
+    """Checks that x is a tensor on the device of query with one of the known shapes, each with its letters."""
+    _check_tensor(name, x, " or ".join(letters for letters, _ in known), *(len(shape) for _, shape in known))
+    if tuple(x.shape) not in [shape for _, shape in known]:
+        shapes = " or ".join(f"{letters} = {list(shape)}" for letters, shape in known)
+        raise ValueError(f"{name} must have shape {shapes}, got {list(x.shape)}")
+    if x.dtype not in (query.dtype, torch.float32, torch.float64):
+        raise TypeError(
+            f"{name} must be float32, float64 or the dtype of query ({_name(query.dtype)}), got {_name(x.dtype)}; "
+            f"convert it with {name}.float()"
+        )
+    _check_device(name, x, query)
+
+
+def check_finish(query: Tensor, exclusion: Any, norm_weight: Any, norm_eps: Any) -> None:
+    """Checks exclusion (None, a number or [B, H, T]), norm_weight (None, [D] or [H, D]) and norm_eps."""
+    batch, heads, queries, dim = query.shape
+    if isinstance(exclusion, Tensor):
+        _check_coefficient("exclusion", exclusion, query, ("[B, H, T]", (batch, heads, queries)))
+    elif exclusion is not None:
+        if isinstance(exclusion, bool) or not isinstance(exclusion, int | float):
+            raise TypeError(f"exclusion must be a tensor [B, H, T], a number or None, got {shown(exclusion)}")
+        if not -LARGEST_FLOAT <= exclusion <= LARGEST_FLOAT:
+            raise ValueError(f"exclusion must be finite, got {shown(exclusion)}; 1.0 excludes the own value")
+    if norm_weight is None:
+        return
+    _check_coefficient("norm_weight", norm_weight, query, ("[D]", (dim,)), ("[H, D]", (heads, dim)))
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float):
+        raise TypeError(f"norm_eps must be a number, got {shown(norm_eps)}")
+    if not SMALLEST_EPS <= norm_eps <= LARGEST_FLOAT:
+        raise ValueError(
+            f"norm_eps must be at least {SMALLEST_EPS:.3g} and finite, since a row of zeros is divided by its square "
+            f"root, got {shown(norm_eps)}; 1e-6 is usual"
+        )
 
 
 def check_visibility(

@@ -121,6 +121,31 @@ class Visibility:
         ones_BS1 = torch.ones(self.batch, 1, self.num_keys, 1, dtype=torch.int64, device=self.device)
         return self.sum_keys(ones_BS1).squeeze(-1)
 
+    def sees_own_key(self) -> Tensor | None:
+        """True where a query sees the key at its own position, [1|B, 1|H, T]; None if every query does.
+
+        Causal and window always allow that key.
+        """
+        query_T = torch.arange(self.num_queries, device=self.device)
+        inside_T = query_T + self.offset >= 0
+        own_T = (query_T + self.offset).clamp(min=0)
+        if self.num_keys == 0:
+            return torch.zeros(1, 1, self.num_queries, dtype=torch.bool, device=self.device)
+        terms = [inside_T[None, None]] if self.offset < 0 else []
+        if self.key_mask is not None:
+            terms.append(self.key_mask[:, None, own_T])
+        packed = self.query_segments is self.key_segments and self.offset == 0
+        if self.query_segments is not None and self.key_segments is not None and not packed:
+            terms.append((self.query_segments == self.key_segments[:, own_T])[:, None])
+        if self.pair_mask is not None:
+            terms.append(self.pair_mask[:, :, query_T, own_T])
+        if not terms:
+            return None
+        seen = terms[0]
+        for term in terms[1:]:
+            seen = seen & term
+        return seen
+
     def sum_keys(self, x_BGSD: Tensor) -> Tensor:
         """Sum of x over the visible keys of each query: [B, G, T, D], in the dtype of x.
 

@@ -123,9 +123,12 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
     seen = attention_mask.expand(query.shape[0], heads, -1, -1)
     scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
     sink = torch.full((heads,), -torch.inf, dtype=query.dtype) if layer.sink is None else layer.sink
-    top = scores.amax(-1, keepdim=True).maximum(sink[:, None, None]).clamp(min=-1e30)
+    sink = sink[:, None, None]
+    if settings.sink == "token":
+        sink = (affine_hidden @ layer.sink_proj.weight.T).transpose(1, 2)[..., None] + settings.sink_start
+    top = scores.amax(-1, keepdim=True).maximum(sink).clamp(min=-1e30)
     powers = torch.exp(scores - top)
-    weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink[:, None, None] - top)).clamp(min=1e-300)
+    weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink - top)).clamp(min=1e-300)
     if layer.scale is not None:
         scale = layer.scale
         x = torch.zeros(*affine_hidden.shape[:2], heads, dtype=query.dtype) if scale.head_alpha is None else (
@@ -145,6 +148,11 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
             else:
                 beta = (scale.running_alpha[:, None, None] - alpha) / divisor
             weights = weights + beta.masked_fill(~seen, 0)
+    if settings.differential:
+        first, second = weights[:, 0::2], weights[:, 1::2]
+        share = torch.sigmoid(affine_hidden @ layer.difference_proj.weight.T).transpose(1, 2)[..., None]
+        pairs = (first - share[:, 0::2] * second, second - share[:, 1::2] * first)
+        weights = torch.stack(pairs, 2).flatten(1, 2)
     out = weights @ value
     if layer.gate_proj is not None:
         gate = torch.sigmoid(affine_hidden @ layer.gate_proj.weight.T)

@@ -25,11 +25,12 @@ def test_parameters_and_coefficients_of_every_mechanism(name):
     layer = AttentionMechanism(name, embed_dim=24, num_heads=6, head_dim=8)
     assert sum(p.numel() for p in layer.parameters()) == PRESETS[name].extra_parameters(24, 6, 8)
     hidden, query = torch.randn(2, 5, 24), torch.randn(2, 6, 5, 8)
-    given = layer.coefficients(hidden, query, query, is_causal=True)
+    key = query[:, ::2]
+    given = layer.coefficients(hidden, query, key, is_causal=True)
     has = [x is not None for x in given]
     mechanism = PRESETS[name]
     assert has == [mechanism.has_alpha, bool(mechanism.bias), mechanism.sink is not None, mechanism.gate]
-    assert layer(hidden, query, query, query, is_causal=True).shape == query.shape
+    assert layer(hidden, query, key, key, is_causal=True).shape == query.shape
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,34 @@ def test_invalid_calls_raise_clear_errors(make, words):
     with pytest.raises(ValueError) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_differential_heads_contain_diff_v2():
+    """DIFF V2 (microsoft/unilm, Diff-Transformer/Diff-Transformer-V2): attn[0::2] - sigmoid(lambda) attn[1::2]."""
+    layer = AttentionMechanism("differential", 24, 4, 8).double()
+    torch.nn.init.normal_(layer.difference_proj.weight)
+    hidden = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    query, key, value = (torch.randn(2, heads, 7, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = layer(hidden, query, key, value, is_causal=True)[:, 0::2]  # the heads that DIFF V2 keeps
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    shares = torch.sigmoid(hidden @ layer.difference_proj.weight[0::2].T).transpose(1, 2)
+    expected = plain[:, 0::2] - shares[..., None] * plain[:, 1::2]
+    torch.testing.assert_close(out, expected, **CLOSE)
+    sources = (hidden, query, key, value, layer.difference_proj.weight)
+    for mine, other in zip(*(torch.autograd.grad(x.square().sum(), sources) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, other, **CLOSE)
+
+
+def test_differential_heads_must_share_their_values():
+    with pytest.raises(ValueError, match="an even number of query heads for each key-value head"):
+        SelfAttention(32, 4, 4, "differential")(torch.randn(1, 3, 32))
+
+
+def test_the_sink_of_a_token_is_its_own():
+    layer = AttentionMechanism(Mechanism.named("token_sink", sink_start=1.5), 24, 4, 8).double()
+    hidden, query = torch.randn(2, 5, 24).double(), torch.randn(2, 4, 5, 8).double()
+    rows = layer.coefficients(hidden, query, query, is_causal=True)
+    torch.testing.assert_close(rows.sink, (hidden @ layer.sink_proj.weight.T).transpose(1, 2) + 1.5)
+    scores = (query @ query.mT / 8**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    weights = torch.softmax(torch.cat([scores, rows.sink[..., None]], -1), -1)[..., :-1]
+    torch.testing.assert_close(layer(hidden, query, query, query, is_causal=True), weights @ query, **CLOSE)

@@ -64,6 +64,8 @@ def test_the_sink_adds_one_parameter_per_head():
         ("head_gated_softplus", 64 * 8),
         ("per_head_alpha", 8),
         ("constant_alpha", 0),
+        ("token_sink", 64 * 8),
+        ("differential", 64 * 8),
     ],
 )
 def test_extra_parameters_of_the_other_rules(name, count):
@@ -96,6 +98,7 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("softmax", bias=True), ValueError, "bias=True needs an alpha"),
         (lambda: Mechanism.named("affine", activation="sigmoyd"), ValueError, "did you mean 'sigmoid'?"),
         (lambda: Mechanism.named("affine", bias="centered"), ValueError, "did you mean 'centred'?"),
+        (lambda: Mechanism.named("gated", differential=True), ValueError, "cannot be combined with gate=True"),
         (lambda: Mechanism.named("affine", bias=1), TypeError, "bias must be True or False, got 1"),
         (lambda: Mechanism.named("per_head_alpha", bias=True), ValueError, "needs an alpha that depends on the token"),
         (lambda: Mechanism.named("softmax", bias="free"), ValueError, "bias='free' needs an alpha"),
@@ -104,7 +107,11 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("affine", alpha_start=math.nan), ValueError, "alpha_start must be above 0"),
         (lambda: Mechanism.named("affine", alpha_start="low"), TypeError, "alpha_start must be a number or None"),
         (lambda: Mechanism.named("affine", running_alpha_start=1.5), ValueError, "running_alpha_start must be"),
-        (lambda: Mechanism.named("affine", sink="on"), ValueError, "sink must be None or one of 'zero', 'learned'"),
+        (
+            lambda: Mechanism.named("affine", sink="on"),
+            ValueError,
+            "sink must be None or one of 'zero', 'learned', 'token'",
+        ),
         (lambda: Mechanism.named("affine", gate=1), TypeError, "gate must be True or False, got 1"),
         (lambda: Mechanism.named("affine", bias_length=0), ValueError, "bias_length must be an integer of at least 1"),
         (lambda: Mechanism.named("affine", bias_length="all"), ValueError, '"visible" or "keys", got \'all\''),

@@ -41,8 +41,9 @@ class AttentionCall:
     softmax_scale: float
     alpha: Tensor | None = None  # [B, H, T]
     beta: Tensor | None = None  # [B, H, T]
-    sink: Tensor | None = None  # [H]
+    sink: Tensor | None = None  # [H] or [B, H, T]
     gate: Tensor | None = None  # [B, H, T, D]
+    difference: Tensor | None = None  # [B, H, T]; how much of the other head of its pair a head subtracts
     mask: Tensor | None = None  # [B, S] or [B, 1|H, T, S]
     is_causal: bool = False
     window: int | None = None

@@ -58,11 +58,14 @@ def measure_rows(
     visibility: Visibility,
     softmax_scale: float,
     token_mask: Tensor | None = None,
+    difference: Tensor | None = None,
 ) -> Rows:
     """The statistics of every query of a call, with O(T) memory per head and O(T S D) operations.
 
     Args:
         query, key, alpha, beta, sink, softmax_scale: as `affine_attention.attention` takes them.
+        difference: [B, H, T] of a differential mechanism, whose w is that of the head minus `difference` times that of
+            the other head of its pair; `entropy_softmax` stays that of the head alone.
         visibility: which keys each query sees.
         token_mask: boolean [B, T], True for real tokens; None counts every query.
     """
@@ -81,17 +84,20 @@ def measure_rows(
         for g in range(groups):
             own = slice(g * repeats, (g + 1) * repeats)
             key_SD = key[b, g].to(dtype)
-            sink_H1 = None if sink is None else sink[own, None].to(dtype)
             for rows, keys in _blocks(visible, repeats):
+                sink_HT = None
+                if sink is not None:
+                    sink_HT = (sink[own, None] if sink.dim() == 1 else sink[b, own, rows]).to(dtype)
                 part = _block_rows(
                     query[b, own, rows].to(dtype) * softmax_scale,
                     key_SD,
                     ones.expand(repeats, rows.stop - rows.start) if alpha is None else alpha[b, own, rows].to(dtype),
                     None if beta is None else beta[b, own, rows].to(dtype),
-                    sink_H1,
+                    sink_HT,
                     seen_keys_BHT[b, own, rows],
                     first_key_BT[min(b, len(first_key_BT) - 1), rows],
                     visible, own, rows, keys,
+                    None if difference is None else difference[b, own, rows].to(dtype),
                 )  # fmt: skip
                 out[:, b, own, rows] = part
     return Rows._make([*out.unbind(0), counted])
@@ -102,13 +108,14 @@ def _block_rows(
     key_SD: Tensor,
     alpha_RT: Tensor,
     beta_RT: Tensor | None,
-    sink_R1: Tensor | None,
+    sink_RT: Tensor | None,
     seen_keys_RT: Tensor,
     first_key_T: Tensor,
     visible: Visibility,
     heads: slice,
     rows: slice,
     keys: slice,
+    difference_RT: Tensor | None,
 ) -> Tensor:
     """The statistics [9, R, rows] of a few rows, for the R query heads of one key-value head and all their keys."""
     scores = query_RTD @ key_SD[keys].T
@@ -133,8 +140,8 @@ def _block_rows(
     entropy_RT = whole_RT.log() - torch.linalg.vecdot(powers, scores) / whole_RT
 
     kept_RT = total_RT / whole_RT  # softmax mass of the keys: exactly 1 without a sink; NaN stays NaN
-    if sink_R1 is not None:
-        kept_RT = torch.sigmoid(total_RT.log() + largest_RT - sink_R1)
+    if sink_RT is not None:
+        kept_RT = torch.sigmoid(total_RT.log() + largest_RT - sink_RT)
     softmax_sum_RT = row_sum_RT = alpha_RT * kept_RT
     factor_RT = row_sum_RT / whole_RT  # w = factor * powers + beta
     first_softmax_RT, sees_RT = _first_token(
@@ -142,6 +149,22 @@ def _block_rows(
     )
     first_RT = first_softmax_RT if beta_RT is None else first_softmax_RT + beta_RT * sees_RT
     uniform_RT = sees_RT / seen_keys_RT.clamp(min=1)
+    if difference_RT is not None:
+        weights = powers.mul_(factor_RT[..., None])
+        if beta_RT is not None:
+            weights = weights.add_(beta_RT[..., None])
+            if hidden is not None:
+                weights[..., masked].masked_fill_(hidden, 0)
+        first_RT, first_softmax_RT, softmax_sum_RT = (
+            _minus_pair(x, difference_RT) for x in (first_RT, first_softmax_RT, softmax_sum_RT)
+        )
+        row_sum_RT, absolute_RT, negative_RT, weights_entropy_RT = _of_signed(
+            _minus_pair(weights, difference_RT[..., None])
+        )
+        return torch.stack(
+            [row_sum_RT, absolute_RT, negative_RT, first_RT, first_softmax_RT, softmax_sum_RT, uniform_RT, entropy_RT,
+             weights_entropy_RT]
+        )  # fmt: skip
     if beta_RT is None:
         absolute_RT = row_sum_RT.abs()
         negative_RT = (row_sum_RT < 0).to(row_sum_RT.dtype)
@@ -164,6 +187,20 @@ def _block_rows(
         [row_sum_RT, absolute_RT, negative_RT, first_RT, first_softmax_RT, softmax_sum_RT, uniform_RT, entropy_RT,
          weights_entropy_RT]
     )  # fmt: skip
+
+
+def _minus_pair(of_heads: Tensor, difference: Tensor) -> Tensor:
+    return of_heads - difference * of_heads.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def _of_signed(weights_RTS: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row sum, absolute sum, share of negative weights and entropy of abs(w) / sum abs(w), from weights of any sign."""
+    sizes = weights_RTS.abs()
+    absolute_RT = sizes.sum(-1)
+    whole_RT = absolute_RT.clamp(min=torch.finfo(absolute_RT.dtype).tiny)
+    negative_RT = weights_RTS.clamp(max=0).sum(-1).neg() / whole_RT
+    entropy_RT = whole_RT.log() - torch.xlogy(sizes, sizes).sum(-1) / whole_RT
+    return weights_RTS.sum(-1), absolute_RT, negative_RT, entropy_RT.masked_fill(absolute_RT == 0, torch.nan)
 
 
 def _first_token(
@@ -258,6 +295,7 @@ def weight_map(
     sink: Tensor | None,
     visibility: Visibility,
     softmax_scale: float,
+    difference: Tensor | None = None,
 ) -> Tensor:
     """The signed weights of the first `length` queries and keys of the first row of the batch: [H, length, length].
 
@@ -276,7 +314,8 @@ def weight_map(
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -torch.inf)
             if sink is not None:
-                scores = torch.cat([scores, sink[head].to(dtype).expand(len(scores), 1)], 1)
+                of_rows = sink[head, None, None] if sink.dim() == 1 else sink[0, head, rows, None]
+                scores = torch.cat([scores, of_rows.to(dtype).expand(len(scores), 1)], 1)
             part = torch.softmax(scores, -1)[:, : keys.stop - keys.start]
             if alpha is not None:
                 part = part * alpha[0, head, rows, None]
@@ -286,7 +325,7 @@ def weight_map(
                 part = part.masked_fill(hidden, 0)
             stop = max(min(keys.stop, length), keys.start)
             weights[head, rows, keys.start : stop] = part[:, : stop - keys.start]
-    return weights
+    return weights if difference is None else _minus_pair(weights, difference[0, :, :length, None].to(dtype))
 
 
 def is_saturated(alpha: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from .markdown import write_markdown
 from .page import escaped, figure_html, page, rich, table_html
 from .plots import figures
 from .runs import details_of_runs, made_table, missing_html, perplexity_table, runs_table
+from .side_by_side import compare_runs
 from .text import short, visible
 
-__all__ = ["Run", "load_run", "load_runs", "report"]
+__all__ = ["Run", "compare_runs", "load_run", "load_runs", "report"]
 
 MOST_GROUPS = 10  # with more groups, charts initially hide some
 

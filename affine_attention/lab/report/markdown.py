@@ -41,10 +41,10 @@ def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> s
         f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections if found
     ]
     faults = [
-        f"{_inline(short(path))}: unreadable: {_inline(short(why, 400))}" for path, why in (unreadable or {}).items()
+        f"{inline(short(path))}: unreadable: {inline(short(why, 400))}" for path, why in (unreadable or {}).items()
     ]
     for run in (run for group in groups for run in group.runs):
-        faults += [f"{_inline(short(run.name))}: {_inline(short(problem, 400))}" for problem in run.problems]
+        faults += [f"{inline(short(run.name))}: {inline(short(problem, 400))}" for problem in run.problems]
     if faults:
         parts.insert(0, "## What could not be read\n\n" + "\n".join(f"- {fault}" for fault in faults))
     return "\n\n".join(parts) + "\n"
@@ -77,11 +77,11 @@ def _words_of(path: Path) -> str:
 
 def table_markdown(table: Table) -> str:
     """A heading, the caption, the table and its notes."""
-    lines = [f"### {_inline(table.title)}", ""]
+    lines = [f"### {inline(table.title)}", ""]
     if not table.rows:
         return "\n".join([*lines, _prose(table.missing)])
     sides = ["---:" if cell.numeric else ":---" for cell in table.rows[0].cells]
-    lines += [_prose(table.caption), "", _line(_inline(short(column, 60)) for column in table.columns), _line(sides)]
+    lines += [_prose(table.caption), "", _line(inline(short(column, 60)) for column in table.columns), _line(sides)]
     lines += [_line(_cell(cell, row) for cell in row.cells) for row in table.rows]
     for note in table.notes:
         lines += ["", _prose(note)]
@@ -89,19 +89,19 @@ def table_markdown(table: Table) -> str:
 
 
 def _cell(cell: Cell, row: Row) -> str:
-    text = _inline(short(cell.text))
+    text = inline(short(cell.text))
     if cell.kind in BOLD and text:
         text = f"**{text}**"
     elif row.kind == "paper" and text:
         text = f"*{text}*"
-    return f"{text} {_inline(cell.detail)}" if cell.detail else text
+    return f"{text} {inline(cell.detail)}" if cell.detail else text
 
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """Escapes markup, because names are untrusted. `a_b` needs no escape, `_a_` does."""
     marked = re.sub(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
     # GitHub also turns bare URLs into links.
@@ -111,4 +111,4 @@ def _inline(text: str) -> str:
 def _prose(text: str) -> str:
     """The same, but `commands` keep their code formatting."""
     parts = re.split(r"(`[^`]*`)", visible(text))
-    return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else _inline(p) for p in parts)
+    return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else inline(p) for p in parts)

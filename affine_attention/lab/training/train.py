@@ -44,7 +44,7 @@ from .signals import Stopped, StopSignals
 from .steplog import StepLog
 from .stream_position import ResumableStream
 from .student import build_student, check_fit, check_sources, check_teacher, explain_attention, fingerprint_start
-from .trainer_arguments import training_arguments
+from .trainer_arguments import check_report_to, training_arguments
 
 CACHING_TOKENS = 2**15  # tokens per forward while the teacher's states are cached before training
 BYTES_PER_PARAMETER = 12  # in a checkpoint: float32 weight and AdamW's two moments
@@ -70,7 +70,8 @@ def train(
         folder: the run folder; created if it does not exist.
         resume: False raises ValueError if the folder already holds a run.
         quiet: True shows no progress; None shows it on a terminal.
-        report_to: integrations of Trainer, such as ("tensorboard",).
+        report_to: integrations of Trainer: ("tensorboard",) writes to the run folder; "trackio" and "wandb" get a run
+            with the name of the folder.
         device: "cpu" or "cuda"; None uses a GPU if there is one.
         cache: folder for tokenized text; by default the user's cache folder.
         on_step: called on rank 0 with each entry of the log.
@@ -83,6 +84,7 @@ def train(
     run, device = RunFolder(folder), _device(device)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     recipe.micro_batches(ranks)  # first: a cheap check that fails most often
+    check_report_to(report_to)
     first = int(os.environ.get("RANK", 0)) == 0
     check_folder(run, recipe, resume)
     if run.finished:

@@ -12,6 +12,7 @@ from affine_attention import Mechanism, attention, attention_weights
 from affine_attention.hf import student
 from affine_attention.lab.inspection.capture import Probe, watch
 from affine_attention.nn import PRESETS, AttentionMechanism, SelfAttention, commit_running_alpha
+from affine_attention.nn.attention import subtract_pairs
 from tests.hf.models import SLIDING, WINDOW, make_model, make_tokens, plain_model, running_alphas
 from tests.hf.test_masks import LENGTHS, packed_positions, padded_rows
 
@@ -27,7 +28,8 @@ def calls_of(model, *args, **inputs):
 
 
 def weights_of(call):
-    return attention_weights(call.query, call.key, **{name: getattr(call, name) for name in WEIGHTS})
+    weights = attention_weights(call.query, call.key, **{name: getattr(call, name) for name in WEIGHTS})
+    return weights if call.difference is None else subtract_pairs(weights, call.difference)
 
 
 def inputs_of(kind):

@@ -30,6 +30,9 @@ MECHANISMS = {
     "affine": ("alpha", "beta"),
     "affine_no_bias": ("alpha",),
     "everything": ("alpha", "beta", "sink"),
+    "token_sink": ("row_sink",),
+    "differential": ("difference",),
+    "all parts": ("alpha", "beta", "row_sink", "difference"),
 }
 
 
@@ -40,6 +43,10 @@ def make_call(mechanism="affine", keys=QUERIES, dtype=torch.float64, seed=0, **v
     alpha = torch.rand(2, 4, QUERIES, generator=make, dtype=torch.float64)
     rows = {"alpha": alpha, "beta": (0.4 - alpha) / 20, "sink": torch.randn(4, generator=make, dtype=torch.float64)}
     rows = {name: x.to(dtype) if name in MECHANISMS[mechanism] else None for name, x in rows.items()}
+    if "row_sink" in MECHANISMS[mechanism]:
+        rows["sink"] = torch.randn(2, 4, QUERIES, generator=make, dtype=torch.float64).to(dtype)
+    if "difference" in MECHANISMS[mechanism]:
+        rows["difference"] = torch.rand(2, 4, QUERIES, generator=make, dtype=torch.float64).to(dtype)
     return query.to(dtype), key.to(dtype), rows, visible
 
 
@@ -48,10 +55,19 @@ def visibility_of(query, key, visible):
     return check_visibility(query, key, **(nothing | visible))
 
 
+def dense_weights(query, key, rows, visible):
+    own = {name: x for name, x in rows.items() if name != "difference"}
+    weights = attention_weights(query, key, **own, **visible)
+    if "difference" not in rows:
+        return weights
+    other = torch.stack([weights[:, 1], weights[:, 0], weights[:, 3], weights[:, 2]], 1)
+    return weights - rows["difference"][..., None] * other
+
+
 def truth_of(query, key, rows, visible, token_mask=None):
     """Everything from the dense weights, by the definitions in words."""
     seen = visibility_of(query, key, visible).dense().expand(2, 4, *(query.shape[2], key.shape[2]))
-    weights = attention_weights(query, key, **rows, **visible)
+    weights = dense_weights(query, key, rows, visible)
     softmax = attention_weights(query, key, **visible)  # no sink
     counted = seen.any(-1) if token_mask is None else seen.any(-1) & token_mask[:, None]
 
@@ -59,8 +75,7 @@ def truth_of(query, key, rows, visible, token_mask=None):
         return -torch.special.xlogy(share, share).sum(-1)
 
     absolute = weights.abs().sum(-1)
-    with_sink = attention_weights(query, key, **(rows | {"alpha": None, "beta": None}), **visible)
-    alpha = torch.ones_like(absolute) if rows["alpha"] is None else rows["alpha"]
+    without_beta = dense_weights(query, key, rows | {"beta": None}, visible)
     first, first_softmax, sees = (torch.zeros_like(absolute) for _ in range(3))
     segments = visible.get("segment_ids")
     for b in range(2):
@@ -73,7 +88,7 @@ def truth_of(query, key, rows, visible, token_mask=None):
                 own = own & (mask[b] if mask.dim() == 2 else mask[b].flatten(0, 1).any(0))
             at = own.nonzero()[0, 0]
             first[b, :, i] = weights[b, :, i, at]
-            first_softmax[b, :, i] = alpha[b, :, i] * with_sink[b, :, i, at]
+            first_softmax[b, :, i] = without_beta[b, :, i, at]
             sees[b, :, i] = seen[b, :, i, at].to(sees.dtype)
     return metrics.Rows(
         row_sum=weights.sum(-1),
@@ -81,7 +96,7 @@ def truth_of(query, key, rows, visible, token_mask=None):
         negative_mass=-weights.clamp(max=0).sum(-1) / absolute,
         first_token=first,
         first_softmax=first_softmax,
-        softmax_sum=alpha * with_sink.sum(-1),
+        softmax_sum=without_beta.sum(-1),
         first_uniform=sees / seen.sum(-1).clamp(min=1),
         entropy_softmax=entropy(softmax),
         entropy_weights=entropy(weights.abs() / absolute[..., None]),
@@ -111,7 +126,7 @@ def test_rows_equal_the_dense_weights(mechanism, kind, budget, monkeypatch):
     call = make_call(mechanism, **VISIBLE[kind])
     truth = truth_of(*call)
     assert_rows(measured(*call), truth, **EXACT)
-    if "beta" in MECHANISMS[mechanism]:
+    if {"beta", "difference"} & set(MECHANISMS[mechanism]):
         assert (truth.negative_mass > 0.01).any(), "there is a negative mass to be found"
 
 
@@ -203,10 +218,10 @@ def test_mean_logits_of_low_precision_inputs_are_summed_in_fp64():
 
 
 @pytest.mark.parametrize("kind", VISIBLE)
-@pytest.mark.parametrize("mechanism", ["softmax", "everything"])
+@pytest.mark.parametrize("mechanism", ["softmax", "everything", "all parts"])
 def test_a_map_is_the_corner_of_the_weights(mechanism, kind, monkeypatch):
     query, key, rows, visible = make_call(mechanism, **VISIBLE[kind])
-    truth = attention_weights(query, key, **rows, **visible)[0, :, :10, :10]
+    truth = dense_weights(query, key, rows, visible)[0, :, :10, :10]
     visibility = visibility_of(query, key, visible)
     for budget in (100, 2**20):
         monkeypatch.setitem(metrics.BLOCK_SCORES, "cpu", budget)
