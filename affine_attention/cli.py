@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.setLogRecordFactory(_VisibleRecord)
     warnings.formatwarning = lambda *given, **more: printable(warning(*given, **more))
     try:
-        if options.command in ("study", "convert", "evaluate", "inspect"):
+        if options.command in ("study", "convert", "evaluate", "inspect", "publish"):
             _quiet_transformers()
         return options.run(options) or 0
     except KeyboardInterrupt:
@@ -77,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
         _add_evaluate,
         _add_inspect,
         _add_report,
+        _add_compare,
+        _add_publish,
         _add_gradients,
         _add_tune,
         _add_cache,
@@ -99,9 +101,15 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--out", type=_path, metavar="RUN", help="run folder (default: runs/RECIPE-MECHANISM-seedN)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved settings and the cost, then exit")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: number of devices (default: 1)")
-    parser.add_argument("--report-to", action="append", default=[], metavar="NAME", help="tensorboard, wandb, ...")
+    _add_report_to(parser)
     parser.add_argument("--no-resume", action="store_true", help="fail if the folder already holds a run")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_report_to(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report-to", action="append", default=[], metavar="NAME", help="tensorboard, trackio, wandb, ...; repeatable"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -113,7 +121,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
+        _say(
+            describe_run(
+                built.located(folder), ranks=built.sequence_parallel if options.ranks is None else options.ranks
+            )
+        )
         return 0
     from .lab.training import train
 
@@ -167,6 +179,15 @@ def _add_evaluate(commands: Any) -> None:
     _add_engine(parser)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--output", type=_path, help="output file for a checkpoint outside of a run")
+    _add_instruments(parser)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences for the instruments (default: 8)")
+
+
+def _add_instruments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--instruments", help="all, or some of eviction,quantisation,length: losses without the first key, in low "
+        "precision, and by position",
+    )  # fmt: skip
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +203,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from .lab.evaluation import evaluate, format_evaluation
 
     sets = dict(_pair(text) for text in options.perplexity)
-    tasks = None if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    tasks = _names(options.tasks)
     cache: dict[Any, Any] = {}  # task data is tokenised once for all runs
     for run in options.runs:
         found = evaluate(
@@ -196,6 +217,8 @@ def _evaluate(options: argparse.Namespace) -> int:
             engine=options.engine,
             device=options.device,
             output=options.output,
+            instruments=_names(options.instruments),
+            sequences=options.sequences,
             cache=cache,
         )
         _say(format_evaluation(run, found))
@@ -241,6 +264,32 @@ def _report(options: argparse.Namespace) -> int:
     _say(report(options.runs, options.output, markdown=options.markdown))
     if options.markdown is not None:
         _say(options.markdown)
+    return 0
+
+
+def _add_compare(commands: Any) -> None:
+    parser = _command(commands, "compare", "print the differences between runs: settings, results, attention", _compare)
+    parser.add_argument("runs", nargs="+", type=_path, metavar="RUN", help="run folder; the first is the reference")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from .lab.report import compare_runs
+
+    _say(compare_runs(options.runs))
+    return 0
+
+
+def _add_publish(commands: Any) -> None:
+    parser = _command(commands, "publish", "write a model folder with a model card for the Hugging Face Hub", _publish)
+    parser.add_argument("folder", type=_path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="new folder for the model")
+    parser.add_argument("--license", required=True, help="identifier on the Hub, such as apache-2.0 or cc-by-4.0")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from .lab.publication import publish
+
+    _say(publish(options.folder, options.out, license=options.license))
     return 0
 
 
@@ -325,9 +374,11 @@ def _recipes(options: argparse.Namespace) -> int:
 
 def _add_study(commands: Any) -> None:
     parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
-    _add_recipe_options(parser)
+    _add_recipe_options(parser, "change a setting; KEY=A,B,C trains every student with each value; repeatable")
     parser.add_argument(
-        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
+        "--mechanisms",
+        default="softmax,sink,gated,affine,affine_gated",
+        help="comma-separated, or `all` presets (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
     parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
@@ -338,27 +389,34 @@ def _add_study(commands: Any) -> None:
     parser.add_argument("--tasks", help="comma-separated, or `paper`; offline use needs --task-data")
     parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
     _add_engine(parser)
+    _add_instruments(parser)
     parser.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="students at a time, each in its own process"
     )
     parser.add_argument("--discard-weights", action="store_true", help="keep logs and results, not the weights")
+    _add_report_to(parser)
     parser.add_argument("--plan", action="store_true", help="print the runs and their cost, then exit")
     parser.add_argument("--quiet", action="store_true", help="no live table")
 
 
 def _study(options: argparse.Namespace) -> int:
-    from .study import Plan, run_study
+    from .study import Plan, parse_settings, run_study
+    from .study.plan import named_mechanisms
 
+    sources = _source_settings(options)
+    settings, sweeps = parse_settings(options.settings)
     plan = Plan(
         recipe=options.recipe,
-        mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
+        mechanisms=named_mechanisms(options.mechanisms),
         seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
-        settings=_settings(options),
+        settings=sources | settings,
+        sweeps=sweeps,
         teacher_steps=options.teacher_steps,
         perplexity=dict(_pair(text) for text in options.perplexity),
-        tasks=None if options.tasks is None else tuple(name for name in options.tasks.split(",") if name),
+        tasks=_names(options.tasks),
         task_data=options.task_data,
         engine=options.engine,
+        instruments=_names(options.instruments) or (),
     )
     if options.plan:
         _say(plan.describe())
@@ -372,6 +430,7 @@ def _study(options: argparse.Namespace) -> int:
             parallel=options.parallel,
             keep_weights=not options.discard_weights,
             cache=options.cache,
+            report_to=tuple(options.report_to),
         )
         _say(page)
     except SystemExit:  # on a signal, after the step was saved
@@ -380,20 +439,17 @@ def _study(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
+def _add_recipe_options(parser: argparse.ArgumentParser, of_set: str = "change a setting; repeatable") -> None:
     parser.add_argument("--recipe", default="tiny_cpu", help="see `affine recipes` (default: tiny_cpu)")
     parser.add_argument("--teacher", help="folder or hub name; `none`: plain cross-entropy")
     parser.add_argument("--data", action="append", metavar="SOURCE", help="file, folder, glob or hf:NAME; repeatable")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="change a setting; repeatable"
-    )
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help=of_set)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--cache", type=_path, metavar="DIR", help="cache folder (default: the user's cache)")
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    from .lab.recipe import parse_setting
-
+def _source_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that have options of their own: --teacher and --data."""
     settings: dict[str, Any] = {}
     if options.teacher is not None:
         settings["teacher"] = None if options.teacher.lower() == "none" else options.teacher
@@ -401,7 +457,13 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         settings["data"] = tuple(options.data)
     if len(options.settings) > MOST_SETTINGS:
         raise ValueError(f"--set may be given at most {MOST_SETTINGS} times, got {len(options.settings):,}")
-    return settings | dict(parse_setting(text) for text in options.settings)
+    return settings
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    from .lab.recipe import parse_setting
+
+    return _source_settings(options) | dict(parse_setting(text) for text in options.settings)
 
 
 def _say(text: object, file: Any = None) -> None:
@@ -428,6 +490,10 @@ def _pair(text: str) -> tuple[str, str]:
     if not (file if equals else text).strip():
         raise ValueError(f"--perplexity must name a file, got {text!r}; is a variable unset?")
     return (name, file) if equals else (Path(text).name.split(".")[0], text)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name for name in text.split(",") if name)
 
 
 def _whole(text: str) -> int:

@@ -85,7 +85,7 @@ class Inputs:
 
 
 GRID: dict[str, tuple[Any, ...]] = {
-    "mechanism": tuple(PRESETS),
+    "mechanism": tuple(PRESETS)[:8],  # the others differ in where the coefficients of the operator come from
     "visibility": (
         "full", "causal", "window", "segments", "padding", "mask", "head_mask", "causal+window", "causal+segments",
         "causal+padding", "causal+head_mask", "segments+padding", "causal+window+segments+padding",

@@ -7,6 +7,8 @@ loads it, and raises instead of running as plain softmax. A class is created on 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ class _OwnNames:
     """A configuration in which every name of an attention chooses an implementation of the operator."""
 
     plain_class: type  # restored by `detach`
+    _attn_implementation_internal: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
@@ -103,6 +106,7 @@ class AffineConfigMixin(_OwnNames):
         own.pop("base_model_type", None)
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
+        _tell_server(own.get("architectures") or ())
         return super().from_dict(own, **kwargs)  # type: ignore[misc]
 
     @classmethod
@@ -189,8 +193,9 @@ class AffineModelMixin:
             if isinstance(layer, AttentionMechanism) and not getattr(layer, "_is_hf_initialized", False):
                 layers.append((module, layer))
         super().initialize_weights()  # type: ignore[misc]
+        scaled: set[int] = set()
         for module, layer in layers:
-            initialise_missing(module, layer, self.config.affine_attention["start"])
+            initialise_missing(module, layer, self.config.affine_attention["start"], scaled)
 
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
         """What transformers calls after loading."""
@@ -315,6 +320,19 @@ def affine_model_class(base: type[PreTrainedModel]) -> Any:
         if conversions is not None:
             register_checkpoint_conversion_mapping(PREFIX + base.__name__, conversions, overwrite=True)
     return _CREATED[base]
+
+
+def _tell_server(architectures: Sequence[str]) -> None:
+    """`transformers serve` reads a configuration and then looks its architecture up in the namespace of transformers.
+
+    It is not enough to import transformers here and add the class: a process may hold several of its lazy modules.
+    """
+    server: Any = sys.modules.get("transformers.cli.serving.model_manager")
+    if server is None:
+        return
+    for name in architectures:
+        if name.startswith(PREFIX):
+            setattr(server.transformers, name, __getattr__(name))
 
 
 _CREATED: dict[type, Any] = {}

@@ -14,7 +14,7 @@ WITHOUT_EFFECT = frozenset(
         "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "token_type_ids", "mm_token_type_ids",
         "cycle_offset", "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
         "return_dict", "logits_to_keep", "position_embeddings", "layer_idx", "deterministic", "shift_labels",
-        "ignore_index", "return_loss", "skip_logits", "accum_dtype", "generation_mode", "affine_hidden",
+        "ignore_index", "return_loss", "skip_logits", "accum_dtype", "generation_mode", "tokenizer", "affine_hidden",
         "affine_segments", "affine_weights", "affine_call", "affine_readings",
     )
 )  # fmt: skip

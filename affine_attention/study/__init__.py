@@ -2,5 +2,6 @@
 
 from .plan import Job, Plan, parse_variant
 from .stages import run_study
+from .sweep import parse_settings
 
-__all__ = ["Job", "Plan", "parse_variant", "run_study"]
+__all__ = ["Job", "Plan", "parse_settings", "parse_variant", "run_study"]

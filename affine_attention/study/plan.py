@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..lab.evaluation.instruments import parse_instruments
 from ..lab.names import folder_name
 from ..lab.recipe import Recipe, parse_setting
-from ..nn import Mechanism
+from ..nn import PRESETS, Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe
+from .sweep import check_sweeps, label_of, points
 
 MECHANISM_SETTINGS = {item.name for item in dataclasses.fields(Mechanism)} - {"name"}
 MOST_RUNS = 1000
@@ -35,27 +38,32 @@ class Plan:
             the mechanism or of the run for that student only.
         seeds: each mechanism is trained once per seed, which sets the initial weights and the order of the data.
         settings: changes of the recipe for every student.
+        sweeps: grids of settings: each mechanism and seed is trained at every combination of these values.
         teacher_steps: steps of the teacher that the study trains if none is given.
         perplexity: further held-out texts by name, in addition to the run's own.
-        tasks, task_data, engine: as in `affine evaluate`; no tasks by default.
+        tasks, task_data, engine, instruments: as in `affine evaluate`; no tasks and no instruments by default.
     """
 
     recipe: str = "tiny_cpu"
     mechanisms: tuple[str, ...] = ("softmax", "sink", "gated", "affine", "affine_gated")
     seeds: tuple[int, ...] = (0,)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    sweeps: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     teacher_steps: int | None = None
     perplexity: Mapping[str, str] = field(default_factory=dict)
     tasks: tuple[str, ...] | None = None
     task_data: Path | None = None
     engine: Literal["harness", "direct"] = "harness"
+    instruments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.mechanisms) * len(self.seeds) > MOST_RUNS:
+        grid = math.prod(len(values) for values in self.sweeps.values())
+        if len(self.mechanisms) * len(self.seeds) * grid > MOST_RUNS:
             raise ValueError(
                 f"a study has at most {MOST_RUNS:,} students, got {len(self.mechanisms):,} mechanisms with "
-                f"{len(self.seeds):,} seeds"
+                f"{len(self.seeds):,} seeds" + f" at {grid:,} settings" * bool(self.sweeps)
             )
+        parse_instruments(self.instruments)
         for name in ("mechanisms", "seeds"):
             values = getattr(self, name)
             if not values:
@@ -63,16 +71,23 @@ class Plan:
             repeated = {value for value in values if values.count(value) > 1}
             if repeated:
                 raise ValueError(f"{name} must not repeat, got {', '.join(map(str, sorted(repeated, key=str)))} twice")
-        for variant in self.mechanisms:
-            self._recipe(variant, self.seeds[0], None)
+        for key in self.sweeps:
+            if key in self.settings:
+                raise ValueError(f"{key} must be a setting or a grid, got both")
+        check_sweeps(self.sweeps, self.teacher is not None)
         folders: dict[str, str] = {}
-        for variant in self.mechanisms:
-            other = folders.setdefault(folder_name(variant).lower(), variant)  # some file systems ignore case
-            if other != variant:
+        recipes: dict[str, str] = {}
+        for variant, point in self._students():
+            name = variant + label_of(point)
+            digest = self._recipe(variant, self.seeds[0], None, point).digest()
+            other = folders.setdefault(folder_name(name).lower(), name)  # some file systems ignore case
+            if other != name:
                 raise ValueError(
-                    f"every mechanism needs its own folder, but {other!r} and {variant!r} would both use "
-                    f"{folder_name(variant)!r}; remove one of them"
+                    f"every mechanism needs its own folder, but {other!r} and {name!r} would both use "
+                    f"{folder_name(name)!r}; remove one of them"
                 )
+            if (same := recipes.setdefault(digest, name)) != name and self.sweeps:
+                raise ValueError(f"the values of a grid must differ, but {same!r} and {name!r} are the same settings")
 
     @property
     def converts_its_own(self) -> bool:
@@ -82,7 +97,7 @@ class Plan:
     @property
     def teacher(self) -> Recipe | None:
         """The recipe of the model that the study trains first: the teacher if none is given, or the one to convert."""
-        given = "teacher" in self.settings or recipe(self.recipe).teacher is not None
+        given = "teacher" in self.settings or "teacher" in self.sweeps or recipe(self.recipe).teacher is not None
         if self.recipe not in TEACHERS or (given and not self.converts_its_own):
             return None
         students_own = ("data", "heldout", "text_column", "tokenizer", "vocabulary_size", "sequence_length", "dtype")
@@ -96,21 +111,28 @@ class Plan:
         return TEACHERS[self.recipe]().with_settings(shared)
 
     def jobs(self, out: Path) -> list[Job]:
-        """The students in execution order: all mechanisms of a seed, then the next seed."""
+        """The students in execution order: all mechanisms of a seed at every point of the grid, then the next seed."""
         # Relative to the run folder, so that a study can be moved.
         teacher = STUDY_TEACHER if self.teacher is not None and not self.converts_its_own else None
         return [
-            Job(f"{folder_name(variant)}-seed{seed}", self._recipe(variant, seed, teacher))
+            Job(f"{folder_name(variant + label_of(point))}-seed{seed}", self._recipe(variant, seed, teacher, point))
             for seed in self.seeds
-            for variant in self.mechanisms
+            for variant, point in self._students()
         ]
 
-    def _recipe(self, variant: str, seed: int, teacher: str | None) -> Recipe:
+    def _students(self) -> list[tuple[str, dict[str, Any]]]:
+        """(mechanism, point of the grid) of every student of a seed."""
+        return [(variant, point) for point in points(self.sweeps) for variant in self.mechanisms]
+
+    def _recipe(self, variant: str, seed: int, teacher: str | None, point: Mapping[str, Any]) -> Recipe:
         mechanism, settings = parse_variant(variant)
+        for key in point:
+            if key in settings:
+                raise ValueError(f"{key} must be a grid or a setting of {variant!r}, got both")
         own: dict[str, Any] = {"seed": seed, "data_seed": seed}
         if teacher is not None:
             own["teacher"] = teacher
-        return recipe(self.recipe, mechanism, {**self.settings, **own, **settings})
+        return recipe(self.recipe, mechanism, {**self.settings, **own, **point, **settings})
 
     def of_known_size(self, built: Recipe) -> Recipe:
         """A recipe for estimates: a student that starts from a model which is not trained yet has that model's size."""
@@ -128,6 +150,7 @@ class Plan:
         jobs = self.jobs(out)
         lines = [
             f"{len(jobs)} students: {', '.join(self.mechanisms)}; seeds {', '.join(map(str, self.seeds))}",
+            *(f"grid: {key} = {', '.join(map(str, values))}" for key, values in self.sweeps.items()),
             f"teacher: {'trained first' if self.teacher else jobs[0].recipe.teacher or 'none (plain cross-entropy)'}",
             f"tokens: {sum(job.recipe.tokens for job in jobs):,} for the students"
             + (f", {self.teacher.tokens:,} for the teacher" if self.teacher else ""),
@@ -143,11 +166,18 @@ class Plan:
             "mechanisms": list(self.mechanisms),
             "seeds": list(self.seeds),
             "settings": dict(self.settings),
+            "sweeps": {key: list(values) for key, values in self.sweeps.items()},
             "teacher_steps": self.teacher_steps,
             "perplexity": dict(self.perplexity),
             "tasks": None if self.tasks is None else list(self.tasks),
             "engine": self.engine,
+            "instruments": list(self.instruments),
         }
+
+
+def named_mechanisms(text: str) -> tuple[str, ...]:
+    """`softmax,affine` -> the two names; `all` -> the names of all presets."""
+    return tuple(PRESETS) if text == "all" else tuple(name for name in text.split(",") if name)
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:

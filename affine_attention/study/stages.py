@@ -27,6 +27,7 @@ def run_study(
     parallel: int = 1,
     keep_weights: bool = True,
     cache: Path | str | None = None,
+    report_to: tuple[str, ...] = (),
 ) -> Path:
     """Runs the missing parts of a plan in the folder `out`, and writes `out/report.html`.
 
@@ -41,9 +42,12 @@ def run_study(
         parallel: number of students that run at the same time, each in its own process.
         keep_weights: False deletes the weights and checkpoints of a student after evaluation and inspection.
         cache: folder for tokenized text; by default the user's cache folder.
+        report_to: integrations of Trainer for every student and the teacher, as in `lab.training.train`.
     """
     from ..lab.report import report
+    from ..lab.training.trainer_arguments import check_report_to
 
+    check_report_to(report_to)
     if parallel < 1:
         raise ValueError(f"parallel must be at least 1, got {parallel}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -61,10 +65,10 @@ def run_study(
     sized = [Job(job.name, plan.of_known_size(job.recipe)) for job in jobs]
     check_space(sized, out, None if keep_weights else parallel)
     write_json(out / "study.json", plan.to_dict())
-    work = StudentWork(plan, out, device, keep_weights, cache)
+    work = StudentWork(plan, out, device, keep_weights, cache, report_to)
     with LiveTable([(job.name, job.recipe.steps) for job in jobs], quiet, parallel) as table:
         if teacher is not None:
-            _train(jobs.pop(0), out, table, device, cache)
+            _train(jobs.pop(0), out, table, device, cache, report_to)
             table.finish("teacher")
         check_teacher_of_runs(jobs, out)
         if parallel > 1 and len(jobs) > 1:
@@ -84,6 +88,7 @@ class StudentWork:
     device: str | None
     keep_weights: bool
     folder: Path | str | None = None  # of the cache on disk
+    report_to: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict)  # tokens of held-out texts and tasks, shared by all students
 
     def __call__(self, job: Job, table: Table) -> None:
@@ -92,7 +97,7 @@ class StudentWork:
         disable_progress_bar()  # of loading models
         run = RunFolder(self.out / job.name)
         if not is_done(run):
-            _train(job, self.out, table, self.device, self.folder)
+            _train(job, self.out, table, self.device, self.folder, self.report_to)
         if run.finished:  # the weights exist
             _evaluate(self.plan, job, self.out, table, self.device, self.cache)
             _inspect(job, self.out, table, self.device)
@@ -194,7 +199,9 @@ def _bytes_of(recipe: Recipe) -> int:
     return weights + 3 * weights * (recipe.keep_checkpoints + 1)
 
 
-def _train(job: Job, out: Path, table: Table, device: str | None, cache: Path | str | None) -> None:
+def _train(
+    job: Job, out: Path, table: Table, device: str | None, cache: Path | str | None, report_to: tuple[str, ...]
+) -> None:
     from ..lab.training import train
 
     run = RunFolder(out / job.name)
@@ -202,13 +209,14 @@ def _train(job: Job, out: Path, table: Table, device: str | None, cache: Path | 
         return
     table.start(job.name, "training")
     train(
-        job.recipe, run.path, quiet=True, device=device, cache=cache,
+        job.recipe, run.path, quiet=True, device=device, cache=cache, report_to=report_to,
         on_step=lambda record: table.step(job.name, record),
     )  # fmt: skip
 
 
 def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None, cache: Any) -> None:
     from ..lab.evaluation import DEFAULT_TASKS, evaluate
+    from ..lab.evaluation.instruments import parse_instruments
 
     run = RunFolder(out / job.name)
     wanted = {"heldout", *plan.perplexity}
@@ -216,7 +224,8 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
     missing_sets = wanted - set(known.get("perplexity") or {})
     names = DEFAULT_TASKS if plan.tasks == ("paper",) else plan.tasks or ()
     missing_tasks = [task for task in names if task not in (known.get("tasks") or {})]
-    if not missing_sets and not missing_tasks:
+    instruments = [name for name in parse_instruments(plan.instruments) if name not in (known.get("instruments") or {})]
+    if not missing_sets and not missing_tasks and not instruments:
         return
     table.start(job.name, "evaluating")
     sets: dict[str, Any] = {name: file for name, file in plan.perplexity.items() if name in missing_sets}
@@ -225,6 +234,7 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
     evaluate(
         run.path, perplexity=sets, tasks=missing_tasks, task_data=plan.task_data, engine=plan.engine,
         device=device, autocast=None if job.recipe.dtype == "float32" else job.recipe.dtype, cache=cache,
+        instruments=instruments,
     )  # fmt: skip
 
 

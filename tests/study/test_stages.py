@@ -61,6 +61,32 @@ def test_every_run_is_trained_evaluated_and_inspected(page, out):
     assert all(mechanism in text for mechanism in MECHANISMS)
 
 
+def test_a_grid_is_trained_reported_and_resumed(plan, tmp_path):
+    pytest.importorskip("tensorboard")
+    short = {**plan.settings, "steps": 4, "warmup_steps": 1, "decay_steps": 1, "teacher": None}
+    grid = Plan(mechanisms=("affine",), settings=short, sweeps={"learning_rate": (1e-3, 2e-3)})
+    page = run_study(grid, tmp_path, device="cpu", quiet=True, report_to=("tensorboard",))
+    names = {f"affine_learning_rate={rate}-seed0" for rate in (0.001, 0.002)}
+    for name in names:
+        assert RunFolder(tmp_path / name).finished
+        assert len(list((tmp_path / name / "tensorboard").glob("events.out*"))) == 1
+    assert read_json(tmp_path / "study.json")["sweeps"] == {"learning_rate": [0.001, 0.002]}
+    text = page.read_text()
+    assert "Stability at each learning rate" in text
+    assert "Held-out loss at each learning rate" in text
+    logs = {name: (tmp_path / name / "log.jsonl").stat().st_mtime_ns for name in names}
+    more = replace(grid, sweeps={"learning_rate": (1e-3, 2e-3, 3e-3)})
+    run_study(more, tmp_path, device="cpu", quiet=True)
+    assert RunFolder(tmp_path / "affine_learning_rate=0.003-seed0").finished, "a grid can grow"
+    assert logs == {name: (tmp_path / name / "log.jsonl").stat().st_mtime_ns for name in names}
+
+
+def test_an_unknown_integration_is_refused_before_anything_runs(plan, tmp_path):
+    with pytest.raises(ValueError, match=r"report_to must be one of .* got 'tensorbord'; did you mean 'tensorboard'"):
+        run_study(plan, tmp_path / "none", report_to=("tensorbord",))
+    assert not (tmp_path / "none").exists()
+
+
 def test_softmax_rows_sum_to_one_and_affine_ones_do_not(page, out):
     rows = {name: read_json(out / f"{name}-seed0" / "inspection.json")["row_sum"]["mean"] for name in MECHANISMS}
     assert all(abs(value - 1) < 1e-5 for layer in rows["softmax"] for value in layer)

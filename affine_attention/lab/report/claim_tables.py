@@ -10,7 +10,7 @@ from .groups import Group
 from .measures import counted
 from .page import details_html, escaped, table_html
 from .power import power_table
-from .questions import Rates, questions, rates, signs
+from .questions import Swept, questions, rates, signs, swept, swept_keys, value_text
 from .text import short
 from .verdicts import FAILS, HOLDS, LOWERED, OPEN, RAISED, RULE, ZERO, Comparison, digits_for, tally
 
@@ -30,8 +30,10 @@ def claim_tables(groups: list[Group]) -> list[Table]:
     tables += [_claim_table(claim, several) for claim in found if claim.compared]
     tables += [_claim_table(claim, several) for claim in crossed if several and _any_interval([claim])]
     tables += [_claim_table(claim, several) for claim in asked if claim.compared]
-    if swept := rates(groups):
-        tables += [_rate_table(swept), _stability_table(swept)]
+    for key in swept_keys(groups):
+        tables.append(_sweep_table(swept(groups, key)))
+    if at_rates := rates(groups):
+        tables.append(_stability_table(at_rates))
     return tables
 
 
@@ -119,48 +121,51 @@ def _claim_table(claim: Claim, several: bool) -> Table:
     return Table(claim.key, claim.title, f"{claim.sentence} ({claim.where})", columns, rows, notes, titles)
 
 
-def _rate_table(swept: list[Rates]) -> Table:
-    """The measure of each mechanism at each learning rate, and the best rate."""
-    all_rates = sorted({rate for each in swept for rate in each.groups})
-    settings = any(each.setting for each in swept)
+def _sweep_table(found: list[Swept]) -> Table:
+    """The measure of each mechanism at each value of a setting, and the best value."""
+    values = list(dict.fromkeys(value for each in found for value in each.groups))
+    values.sort(key=lambda value: (isinstance(value, str), value))
+    settings = any(each.setting for each in found)
     rows = []
-    for each in swept:
+    for each in found:
         cells = [text_cell(each.mechanism), *([text_cell(each.setting)] if settings else [])]
-        for rate in all_rates:
-            found = each.measure.of(each.groups[rate]) if rate in each.groups else None
-            cell = estimate_cell(found, each.measure.digits)
-            cell.kind = "best" if rate == each.best else ""
+        for value in values:
+            mean = each.measure.of(each.groups[value]) if value in each.groups else None
+            cell = estimate_cell(mean, each.measure.digits)
+            cell.kind = "best" if value == each.best else ""
             cells.append(cell)
-        rows.append(Row([*cells, Cell("–" if each.best is None else f"{each.best:g}")]))
-    ends = [each.mechanism for each in swept if each.best in (min(each.groups), max(each.groups))]
-    notes = ["Bold: the best mean of the row; the difference may be due to chance.", *signs(swept)]
-    if ends:
+        rows.append(Row([*cells, Cell("–" if each.best is None else value_text(each.best))]))
+    key = found[0].key
+    words = key.replace("_", " ")
+    ends = [each.mechanism for each in found if each.best in (next(iter(each.groups)), next(reversed(each.groups)))]
+    notes = ["Bold: the best mean of the row; the difference may be due to chance.", *signs(found)]
+    if ends and not isinstance(values[0], str):
         whose = ", ".join(dict.fromkeys(ends))
-        notes.append(f"The best rate is at the edge of the tested range, so another rate may be better: {whose}.")
+        notes.append(f"The best {words} is at the edge of the tested range, so another value may be better: {whose}.")
     return Table(
-        "question-rates",
-        "Learning rate",
-        f"{swept[0].measure.label} at each learning rate, with all other settings equal, to check that no mechanism "
-        "wins because of a bad rate for the other.",
-        ["Mechanism", *(["Setting"] if settings else []), *(f"{rate:g}" for rate in all_rates), "Best rate"],
+        "question-rates" if key == "learning_rate" else f"question-{key}",
+        words[:1].upper() + words[1:],
+        f"{found[0].measure.label} at each {words}, with all other settings equal, to check that no mechanism wins "
+        "only because of a bad value for the other.",
+        ["Mechanism", *(["Setting"] if settings else []), *map(value_text, values), f"Best {words.split()[-1]}"],
         rows,
         notes,
     )
 
 
-def _stability_table(swept: list[Rates]) -> Table:
+def _stability_table(found: list[Swept]) -> Table:
     """Gradient norms after warm-up at each learning rate: an unstable run has large norms and many clipped steps."""
     measures = [make(AFTER_WARMUP) for make in (std_measure, largest_measure, clipped_measure)]
-    settings = any(each.setting for each in swept)
+    settings = any(each.setting for each in found)
     rows = []
-    for rate in sorted({rate for each in swept for rate in each.groups}):
-        for each in swept:
+    for rate in sorted({rate for each in found for rate in each.groups}):
+        for each in found:
             if (group := each.groups.get(rate)) is not None:
                 cells = [Cell(f"{rate:g}"), text_cell(each.mechanism)]
                 cells += [text_cell(each.setting)] if settings else []
                 cells += [estimate_cell(measure.of(group), measure.digits) for measure in (each.measure, *measures)]
                 rows.append(Row([*cells, Cell(str(len({run.seeds for run in counted(group)})))]))
-    columns = ["Learning rate", "Mechanism", *(["Setting"] if settings else []), swept[0].measure.label]
+    columns = ["Learning rate", "Mechanism", *(["Setting"] if settings else []), found[0].measure.label]
     return Table(
         "question-stability",
         "Stability at each learning rate",

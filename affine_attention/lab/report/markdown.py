@@ -14,6 +14,7 @@ from .claim_tables import claim_tables
 from .first_tokens import first_token_table
 from .gradient_windows import gradient_window_table
 from .groups import Group
+from .instruments import instrument_tables
 from .runs import made_table, perplexity_table, runs_table
 from .text import short, visible
 
@@ -33,14 +34,17 @@ def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> s
         ("Training", [tables.table_4(groups), gradient_window_table(groups), tables.table_5(groups)]),
         ("Attention", [first_token_table(groups)]),
         ("Perplexity", [perplexity_table(groups)]),
+        ("Instruments", [table for table in instrument_tables(groups) if table.rows]),
         ("What was run", [runs_table(groups), made_table(groups)]),
     ]
-    parts = [f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections]
+    parts = [
+        f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections if found
+    ]
     faults = [
-        f"{_inline(short(path))}: unreadable: {_inline(short(why, 400))}" for path, why in (unreadable or {}).items()
+        f"{inline(short(path))}: unreadable: {inline(short(why, 400))}" for path, why in (unreadable or {}).items()
     ]
     for run in (run for group in groups for run in group.runs):
-        faults += [f"{_inline(short(run.name))}: {_inline(short(problem, 400))}" for problem in run.problems]
+        faults += [f"{inline(short(run.name))}: {inline(short(problem, 400))}" for problem in run.problems]
     if faults:
         parts.insert(0, "## What could not be read\n\n" + "\n".join(f"- {fault}" for fault in faults))
     return "\n\n".join(parts) + "\n"
@@ -73,31 +77,36 @@ def _words_of(path: Path) -> str:
 
 def table_markdown(table: Table) -> str:
     """A heading, the caption, the table and its notes."""
-    lines = [f"### {_inline(table.title)}", ""]
+    lines = [f"### {inline(table.title)}", ""]
     if not table.rows:
         return "\n".join([*lines, _prose(table.missing)])
-    sides = ["---:" if cell.numeric else ":---" for cell in table.rows[0].cells]
-    lines += [_prose(table.caption), "", _line(_inline(short(column, 60)) for column in table.columns), _line(sides)]
-    lines += [_line(_cell(cell, row) for cell in row.cells) for row in table.rows]
+    lines += [_prose(table.caption), "", *table_rows(table.columns, table.rows)]
     for note in table.notes:
         lines += ["", _prose(note)]
     return "\n".join(lines)
 
 
+def table_rows(columns: Iterable[str], rows: list[Row]) -> list[str]:
+    """The lines of a table with at least one row."""
+    sides = ["---:" if cell.numeric else ":---" for cell in rows[0].cells]
+    head = [_line(inline(short(column, 60)) for column in columns), _line(sides)]
+    return [*head, *(_line(_cell(cell, row) for cell in row.cells) for row in rows)]
+
+
 def _cell(cell: Cell, row: Row) -> str:
-    text = _inline(short(cell.text))
+    text = inline(short(cell.text))
     if cell.kind in BOLD and text:
         text = f"**{text}**"
     elif row.kind == "paper" and text:
         text = f"*{text}*"
-    return f"{text} {_inline(cell.detail)}" if cell.detail else text
+    return f"{text} {inline(cell.detail)}" if cell.detail else text
 
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _inline(text: str) -> str:
+def inline(text: str) -> str:
     """Escapes markup, because names are untrusted. `a_b` needs no escape, `_a_` does."""
     marked = re.sub(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(visible(text), quote=False))
     # GitHub also turns bare URLs into links.
@@ -107,4 +116,4 @@ def _inline(text: str) -> str:
 def _prose(text: str) -> str:
     """The same, but `commands` keep their code formatting."""
     parts = re.split(r"(`[^`]*`)", visible(text))
-    return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else _inline(p) for p in parts)
+    return "".join(visible(p).replace("|", "\\|") if p.startswith("`") and len(p) > 1 else inline(p) for p in parts)

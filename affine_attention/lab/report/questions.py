@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ...nn import PRESETS
+from ..recipe import Recipe
 from .cells import shown
 from .claims import SIGMOID, Claim
 from .groups import BASELINE, Group
 from .measures import Measure, quality_measures
-from .settings import Setting, main_settings, settings_of
+from .settings import FAMILY, Setting, main_settings, settings_of
+from .text import short
 from .verdicts import Comparison, combine, compare
 
 # The objective: the losses of runs that differ in one of these are not comparable.
@@ -17,20 +20,21 @@ OBJECTIVE = ("teacher", "kd_weight", "ce_weight", "temperature", "divergence")
 
 
 @dataclass
-class Rates:
-    """One mechanism at several learning rates, with all other settings equal."""
+class Swept:
+    """One mechanism at several values of one setting, with all other settings equal."""
 
+    key: str
     mechanism: str
     setting: str
     measure: Measure
-    groups: dict[float, Group]
+    groups: dict[Any, Group]
 
     @property
-    def best(self) -> float | None:
-        means = {rate: found.mean for rate, group in self.groups.items() if (found := self.measure.of(group))}
+    def best(self) -> Any:
+        means = {value: found.mean for value, group in self.groups.items() if (found := self.measure.of(group))}
         if not means:
             return None
-        return (min if self.measure.better == "lower" else max)(means, key=lambda rate: means[rate])
+        return (min if self.measure.better == "lower" else max)(means, key=lambda value: means[value])
 
 
 def questions(groups: list[Group]) -> list[Claim]:
@@ -45,39 +49,54 @@ def questions(groups: list[Group]) -> list[Claim]:
     return found
 
 
-def rates(groups: list[Group]) -> list[Rates]:
-    """Mechanisms that were trained at two or more learning rates, with all other settings equal."""
+def swept(groups: list[Group], key: str) -> list[Swept]:
+    """Mechanisms that were trained with two or more values of a setting, with all other settings equal."""
     measures, _ = quality_measures(groups)
-    found: list[Rates] = []
+    found: list[Swept] = []
     settings = settings_of(groups)
     mains = {setting.family: setting for setting in main_settings(settings)}
-    for family in _rate_families(settings) if measures else ():
-        others = [key for key in mains[family[0].family].changes(family[0]) if key != "learning_rate"]
+    for family in _families(settings, key) if measures else ():
+        others = [other for other in mains[family[0].family].changes(family[0]) if other != key]
         label = ", ".join(part for part in (family[0].student, *family[0].named(others)) if part)
         for name in PRESETS:
-            plain = {setting.values["learning_rate"]: setting.plain(name) for setting in family}
-            having = {rate: group for rate, group in plain.items() if group is not None and group.finished}
+            plain = {setting.values[key]: setting.plain(name) for setting in family}
+            having = {value: group for value, group in plain.items() if group is not None and group.finished}
             if len(having) > 1:
-                found.append(Rates(name, label, measures[0], dict(sorted(having.items()))))
+                ordered = dict(sorted(having.items(), key=lambda entry: _rank(entry[0])))
+                found.append(Swept(key, name, label, measures[0], ordered))
     return found
 
 
-def signs(swept: list[Rates]) -> list[str]:
-    """Sentences about whether the sign of each mechanism's difference to softmax is the same at every shared rate."""
+def rates(groups: list[Group]) -> list[Swept]:
+    """Mechanisms at several learning rates."""
+    return swept(groups, "learning_rate")
+
+
+def swept_keys(groups: list[Group]) -> list[str]:
+    """The settings of which some mechanism has several values; the objective is no such setting."""
+    held = {key for setting in settings_of(groups) for key in setting.values}
+    known = [item.name for item in fields(Recipe)]  # other keys of a recipe.json are untrusted text
+    return [key for key in known if key in held and key not in (*OBJECTIVE, *FAMILY) and swept(groups, key)]
+
+
+def signs(swept: list[Swept]) -> list[str]:
+    """Sentences about whether the sign of each mechanism's difference to softmax is the same at every shared value."""
     found = []
     for each in swept:
         base = next((b for b in swept if b.mechanism == BASELINE and b.setting == each.setting), None)
         if base is None or each is base:
             continue
-        shared = [rate for rate in each.groups if rate in base.groups]
-        gaps = {rate: gap.mean for rate in shared if (gap := each.measure.delta(each.groups[rate], base.groups[rate]))}
+        shared = [value for value in each.groups if value in base.groups]
+        found_gaps = {value: each.measure.delta(each.groups[value], base.groups[value]) for value in shared}
+        gaps = {value: gap.mean for value, gap in found_gaps.items() if gap}
         if len(gaps) < 2:
             continue
         below = {gap < 0 for gap in gaps.values()}
-        word = "changes sign with the learning rate"
+        key = each.key.replace("_", " ")
+        word = f"changes sign with the {key}"
         if len(below) == 1:
-            word = f"is {'below' if True in below else 'not below'} zero at every learning rate"
-        numbers = ", ".join(f"{shown(gap, 3, sign=True)} at {rate:g}" for rate, gap in gaps.items())
+            word = f"is {'below' if True in below else 'not below'} zero at every {key}"
+        numbers = ", ".join(f"{shown(gap, 3, sign=True)} at {value_text(value)}" for value, gap in gaps.items())
         place = f"{each.setting}: " if each.setting else ""
         found.append(f"{place}{each.mechanism} − {BASELINE} {word} (means): {numbers}.")
     return found
@@ -147,7 +166,7 @@ def _at_best_rates(settings: list[Setting], tested: list[Measure], same_runs: li
     """Each mechanism at its best learning rate against softmax at its best."""
     found = []
     groups = [group for setting in settings for group in setting.groups]
-    by_setting: dict[str, dict[str, Rates]] = {}
+    by_setting: dict[str, dict[str, Swept]] = {}
     for each in rates(groups):
         by_setting.setdefault(each.setting, {})[each.mechanism] = each
     for setting, table in by_setting.items():
@@ -162,19 +181,28 @@ def _at_best_rates(settings: list[Setting], tested: list[Measure], same_runs: li
     return found
 
 
-def _rate_families(settings: list[Setting]) -> list[list[Setting]]:
-    """Groups of settings that differ only in the learning rate."""
+def _families(settings: list[Setting], key: str) -> list[list[Setting]]:
+    """Groups of settings that differ only in one setting, which is a number, a text or a truth value."""
     families: list[list[Setting]] = []
     for setting in settings:
-        if not isinstance(setting.values.get("learning_rate"), int | float):
+        if not isinstance(setting.values.get(key), int | float | str):
             continue
         for family in families:
-            if family[0].recipe_name == setting.recipe_name and family[0].changes(setting) == ["learning_rate"]:
+            if family[0].recipe_name == setting.recipe_name and family[0].changes(setting) == [key]:
                 family.append(setting)
                 break
         else:
             families.append([setting])
     return [family for family in families if len(family) > 1]
+
+
+def _rank(value: Any) -> tuple[bool, Any]:
+    """Numbers in order, then texts."""
+    return (True, value) if isinstance(value, str) else (False, value)
+
+
+def value_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else short(value, 30)
 
 
 def _compared(

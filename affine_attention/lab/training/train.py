@@ -38,13 +38,14 @@ from .distill_trainer import DistillTrainer
 from .final_model import save_model
 from .lock import check_folder, lock_run, prepare_run
 from .nonfinite import NotFiniteError
+from .pressure import check_pressure
 from .progress import Progress, wants_progress
+from .sequence_split import SequenceSplit
 from .signals import Stopped, StopSignals
 from .steplog import StepLog
 from .stream_position import ResumableStream
-from .pressure import check_pressure
 from .student import build_student, check_fit, check_sources, check_teacher, explain_attention, fingerprint_start
-from .trainer_arguments import training_arguments
+from .trainer_arguments import check_report_to, training_arguments
 
 CACHING_TOKENS = 2**15  # tokens per forward while the teacher's states are cached before training
 BYTES_PER_PARAMETER = 12  # in a checkpoint: float32 weight and AdamW's two moments
@@ -70,7 +71,8 @@ def train(
         folder: the run folder; created if it does not exist.
         resume: False raises ValueError if the folder already holds a run.
         quiet: True shows no progress; None shows it on a terminal.
-        report_to: integrations of Trainer, such as ("tensorboard",).
+        report_to: integrations of Trainer: ("tensorboard",) writes to the run folder; "trackio" and "wandb" get a run
+            with the name of the folder.
         device: "cpu" or "cuda"; None uses a GPU if there is one.
         cache: folder for tokenized text; by default the user's cache folder.
         on_step: called on rank 0 with each entry of the log.
@@ -83,6 +85,7 @@ def train(
     run, device = RunFolder(folder), _device(device)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     recipe.micro_batches(ranks)  # first: a cheap check that fails most often
+    check_report_to(report_to)
     first = int(os.environ.get("RANK", 0)) == 0
     check_folder(run, recipe, resume)
     if run.finished:
@@ -132,6 +135,9 @@ def _train(
     student = build_student(sources)
     check_fit(sources, student, corpus.vocabulary_size)
     check_pressure(sources, student)
+    sequence = None
+    if recipe.sequence_parallel > 1:
+        sequence = SequenceSplit(student, recipe.sequence_parallel, ranks, device)
     teacher = _load_teacher(sources, student, device)
     caches_teacher = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if caches_teacher:
@@ -176,7 +182,8 @@ def _train(
     with _tensorboard_in(run.path / "tensorboard"):
         trainer = DistillTrainer(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
-            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step, on_ready=begin,
+            sequence=sequence, tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step,
+            on_ready=begin,
             utilisation=make_utilisation(
                 student, recipe.sequence_length, device, ranks, None if caches_teacher else teacher
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import TrainingArguments
 
+from ...messages import did_you_mean
 from ..distill.loss import DistillLoss
 from ..recipe import Recipe
 from ..run import RunFolder
@@ -17,6 +18,26 @@ def make_loss(recipe: Recipe) -> DistillLoss:
     return DistillLoss(
         recipe.kd_weight, recipe.ce_weight, recipe.temperature, recipe.divergence, recipe.truncate_vocabulary
     )
+
+
+def check_report_to(names: tuple[str, ...]) -> None:
+    """Raises ValueError for an unknown integration of Trainer, ImportError for one whose package is not installed."""
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    available = get_available_reporting_integrations() if names else []
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            raise ValueError(
+                f"report_to must be one of {known}, got {name!r}{did_you_mean(name, INTEGRATION_TO_CALLBACK)}"
+            )
+        if name not in available:
+            raise ImportError(
+                f"report_to={name!r} needs the package of that name, which is not installed: pip install {name}"
+            )
 
 
 def training_arguments(
@@ -55,6 +76,8 @@ def training_arguments(
         eval_strategy="no",
         logging_nan_inf_filter=False,  # would synchronise with the device for every micro-batch
         report_to=list(report_to) or "none",
+        run_name=run.path.resolve().name,  # a study's students are runs of one project, named like its folder
+        project=run.path.resolve().parent.name or "affine",
         disable_tqdm=True,
         log_level="error",
         log_level_replica="error",

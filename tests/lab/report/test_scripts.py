@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from affine_attention.lab import report
-from affine_attention.lab.report.markdown import _inline
+from affine_attention.lab.report.markdown import inline
 
 SCRIPT = (Path(report.__file__).parent / "chart.js").read_text(encoding="utf-8")
 FORMULAS = [
@@ -57,7 +57,7 @@ def test_cells_that_begin_like_a_formula_get_an_apostrophe():
 
 def test_the_button_and_the_export_escape_equally():
     shown = call("markdownCell", TEXTS)
-    assert shown == [_inline(text) for text in TEXTS]
+    assert shown == [inline(text) for text in TEXTS]
     assert shown[:3] == ["a\\|b", "\\`code\\`", "\\*bold\\*"]
     assert shown[6] == "&lt;img src=x onerror=1&gt;"
     assert shown[10] == "https\\://x.y"
