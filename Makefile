@@ -9,9 +9,10 @@ READY := $(VENV)/.ready
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
 
-# The page docs/study-report.html and the tables docs/study-tables.md, from the stored runs.
+# The page docs/study-report.html, the tables docs/study-tables.md and those in docs/study.md, from the stored runs.
 study-report: $(READY)
 	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study-report.html --markdown docs/study-tables.md
+	$(RUN) -m studies.smollm2.details
 
 # The documentation site, into site/. The variable silences an announcement of the theme, which is no warning of the build.
 docs: $(READY)
