@@ -28,7 +28,8 @@ def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
     modules = [
         name.removesuffix(".q_proj") for name, style in plan.items() if name.endswith(".q_proj") and style == STYLE
     ]
-    parts = ("scale.proj", "scale.beta_proj", "scale.head_alpha", "scale.head_beta", "gate_proj", "sink")
+    projections = ("scale.proj", "scale.beta_proj", "gate_proj", "sink_proj", "difference_proj")
+    parts = (*projections, "scale.head_alpha", "scale.head_beta", "sink", "head_exclusion", "norm_weight")
     return plan | {f"{module}.{slot}.{part}": STYLE for module in modules for part in parts}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from .arguments import (
 from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
 from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
-from .scaling import AffineScale, Start
+from .scaling import AffineScale, Start, own_heads, wide
 
 PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
@@ -43,14 +44,17 @@ class Coefficients(NamedTuple):
 
     alpha: Tensor | None  # [B, H, T]
     beta: Tensor | None  # [B, H, T]
-    sink: Tensor | None  # [H]
+    sink: Tensor | None  # [H], or [B, H, T] for a sink of each token
     gate: Tensor | None  # [B, H, T, D]
+    exclusion: Tensor | float | None = None  # [B, H, T] or a number
+    norm_weight: Tensor | None = None  # [H, D]
+    weights: str = "softmax"  # the function of the scores
 
 
 class AttentionMechanism(nn.Module):
     """The parameters and state of one layer's mechanism: computes alpha, beta, sink and gate from hidden states.
 
-    `is_plain` is True for plain softmax attention, which has none of the four.
+    `is_plain` is True for plain softmax attention, which has none of them.
 
     >>> layer = AttentionMechanism("affine", embed_dim=64, num_heads=4, head_dim=16)
     >>> hidden = torch.randn(2, 10, 64); q = k = v = torch.randn(2, 4, 10, 16)
@@ -59,6 +63,10 @@ class AttentionMechanism(nn.Module):
     """
 
     sink: Tensor | None
+    sink_proj: nn.Linear | None  # W_s
+    difference_proj: nn.Linear | None  # W_d
+    head_exclusion: nn.Parameter | None  # e_h, [H]
+    norm_weight: nn.Parameter | None  # of the norm of each head, [H * D]
     # Called with (query, key, value, **arguments) before each operator call.
     observer: Callable[..., None] | None = None
     sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
@@ -79,7 +87,12 @@ class AttentionMechanism(nn.Module):
         _check_starts(self.mechanism, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.nonnegative_alpha = self.mechanism.nonnegative_alpha
-        self.is_plain = not (self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink)
+        settings = self.mechanism
+        later = settings.differential or settings.head_norm or settings.exclusion is not None
+        later = later or settings.weights != "softmax"
+        # The node that joins W_a and the operator has no sink of each token, and nothing that follows the softmax.
+        self.joins = settings.has_alpha and settings.sink != "token" and not later
+        self.is_plain = not (settings.has_alpha or settings.gate or settings.sink or later)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -90,7 +103,16 @@ class AttentionMechanism(nn.Module):
             if self.mechanism.gate
             else None
         )
-        empty = torch.empty(num_heads, device=device, dtype=dtype)
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        by_token = {"sink_proj": self.mechanism.sink == "token", "difference_proj": self.mechanism.differential}
+        for name, exists in by_token.items():
+            setattr(self, name, nn.Linear(embed_dim, num_heads, bias=False, **like) if exists else None)
+        by_head = {"head_exclusion": settings.exclusion == "learned", "norm_weight": settings.head_norm}
+        for name, exists in by_head.items():
+            # A vector, also for the weights of the norm: optimizers decay matrices.
+            size = num_heads * head_dim if name == "norm_weight" else num_heads
+            self.register_parameter(name, nn.Parameter(torch.empty(size, **like)) if exists else None)
+        empty = torch.empty(num_heads, **like)
         if self.mechanism.sink == "learned":
             self.sink = nn.Parameter(empty)
         elif self.mechanism.sink == "zero":
@@ -119,6 +141,13 @@ class AttentionMechanism(nn.Module):
     def _own_starts(self, identity: bool = False) -> Iterator[Start]:
         if self.gate_proj is not None:
             yield Start(self.gate_proj.weight, 0.0, 0.0 if identity else self.mechanism.init_std)
+        for proj in (self.sink_proj, self.difference_proj):
+            if proj is not None:
+                yield Start(proj.weight, 0.0, self.mechanism.init_std)
+        if self.head_exclusion is not None:
+            yield Start(self.head_exclusion, 0.0)
+        if self.norm_weight is not None:
+            yield Start(self.norm_weight, 1.0)
         if self.sink is not None:
             yield Start(self.sink, self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
@@ -159,7 +188,39 @@ class AttentionMechanism(nn.Module):
         scale = self.scale
         if scale is not None:
             alpha, beta = scale(hidden, num_keys, token_mask)
-        return Coefficients(alpha, beta, self.sink, self._gate(hidden))
+        sink_proj: Any = self._modules.get("sink_proj")
+        sink = self.sink if sink_proj is None else self._token_sink(sink_proj(hidden))
+        parameters: Any = self._parameters
+        exclusion: Tensor | float | None = 1.0 if self.mechanism.exclusion == "full" else None
+        norm_weight = parameters.get("norm_weight")
+        if self.mechanism.exclusion == "learned":
+            by_head = torch.tanh(wide(own_heads(parameters["head_exclusion"])))
+            exclusion = by_head[:, None].expand(hidden.shape[0], -1, hidden.shape[1])
+        if norm_weight is not None:
+            norm_weight = own_heads(norm_weight).view(-1, self.head_dim)
+        return Coefficients(alpha, beta, sink, self._gate(hidden), exclusion, norm_weight, self.mechanism.weights)
+
+    def scored(self, query: Tensor, key: Tensor, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+        """query, key and softmax_scale as the weights of the mechanism need them.
+
+        Softplus weights are a function of log(D) cos(q, k) (arXiv 2501.13428), which replaces the scale of the layer.
+        """
+        if self.mechanism.weights != "softplus":
+            return query, key, softmax_scale
+        query, key = (nn.functional.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
+        return query, key, math.log(self.head_dim)
+
+    def _token_sink(self, scores_BTH: Tensor) -> Tensor:
+        scores = wide(scores_BTH).transpose(1, 2)
+        return scores + self.mechanism.sink_start if self.mechanism.sink_start else scores
+
+    def difference(self, hidden: Tensor, num_kv_heads: int) -> Tensor | None:
+        """How much of the next head each head subtracts, [B, H, T]; None if the mechanism is not differential."""
+        proj: Any = self._modules.get("difference_proj")
+        if proj is None:
+            return None
+        check_shared_values(self.num_heads, num_kv_heads)
+        return torch.sigmoid(wide(proj(hidden))).transpose(1, 2)
 
     def _gate(self, hidden: Tensor) -> Tensor | None:
         gate_proj: Any = self._modules.get("gate_proj")
@@ -184,9 +245,9 @@ class AttentionMechanism(nn.Module):
 
         `sink` is the sink of the layer, or this rank's part of it; `visible` are the visibility arguments of the call.
         """
-        scale: Any = self._modules.get("scale")
-        if scale is None or visible != PLAIN_CAUSAL:
+        if not self.joins or visible != PLAIN_CAUSAL:
             return None
+        scale: Any = self._modules["scale"]
         arguments = (num_keys, token_mask, sink, self._gate, softmax_scale)
         out: Tensor | None = scale.attend(hidden, query, key, value, *arguments)
         return out
@@ -221,16 +282,19 @@ class AttentionMechanism(nn.Module):
             out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
             if out is not None:
                 return out
-        alpha, beta, sink, gate = self.rows(hidden, num_keys, tokens)
+        rows = self.rows(hidden, num_keys, tokens)._asdict()
+        query, key, softmax_scale = self.scored(query, key, softmax_scale)
+        difference = self.difference(hidden, key.shape[1])
         if self.observer is not None:
             self.observer(
-                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=softmax_scale,
-                token_mask=token_mask, **visible,
+                query, key, value, **rows, difference=difference, softmax_scale=softmax_scale, token_mask=token_mask,
+                **visible,
             )  # fmt: skip
-        return attention(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
-            softmax_scale=softmax_scale, nonnegative_alpha=self.nonnegative_alpha, impl=impl,
+        result: Tensor = attention(
+            query, key, value, **rows, **visible, softmax_scale=softmax_scale,
+            nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
+        return result if difference is None else subtract_next(result, difference, key.shape[1])
 
     def bias_divisor(
         self,
@@ -267,7 +331,8 @@ class AttentionMechanism(nn.Module):
     ) -> None:
         check_hidden(hidden, self.embed_dim)
         scale = self.scale
-        for proj in (*(() if scale is None else (scale.proj, scale.beta_proj)), self.gate_proj):
+        of_scale = () if scale is None else (scale.proj, scale.beta_proj)
+        for proj in (*of_scale, self.gate_proj, self.sink_proj, self.difference_proj):
             if proj is not None:
                 check_fits_weights(hidden, proj)
         check_query_key(query, key)
@@ -288,6 +353,22 @@ def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
     for name, value in (("sink_start", mechanism.sink_start), ("init_std", mechanism.init_std)):
         if abs(value) > largest:
             raise ValueError(f"{name} of the mechanism must be at most {largest:g} in {dtype}, got {shown(value)}")
+
+
+def check_shared_values(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads == num_kv_heads:
+        raise ValueError(
+            "a differential mechanism needs at least two query heads for each key-value head, because it subtracts "
+            f"weights of the same values, got {num_heads} heads of both kinds; use fewer key-value heads or another "
+            "mechanism"
+        )
+
+
+def subtract_next(of_heads: Tensor, difference_BHT: Tensor, num_kv_heads: int) -> Tensor:
+    """Each head of [B, H, T, ..] minus `difference` times the next head of its key-value head, cyclically."""
+    following = of_heads.unflatten(1, (num_kv_heads, -1)).roll(-1, 2).flatten(1, 2)
+    subtracted: Tensor = of_heads - difference_BHT[..., None] * following
+    return subtracted.to(of_heads.dtype)
 
 
 def real_tokens(mask: Tensor | None, num_queries: int) -> Tensor | None:
@@ -338,6 +419,8 @@ class SelfAttention(nn.Module):
         check_one_of("impl", impl, IMPLEMENTATIONS)
         check_place(device, dtype)
         mechanism = as_mechanism(mechanism)
+        if mechanism.differential:
+            check_shared_values(num_heads, num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"

@@ -246,7 +246,7 @@ class AffineScale(nn.Module):
     def _scores_of_heads(self, source: Tensor) -> Tensor:
         """What a rule of alpha without W_a receives, [B, T, H]; of `source` only the shape and dtype are used."""
         if self.head_alpha is not None:
-            scores_H = _wide(own_heads(self.head_alpha))
+            scores_H = wide(own_heads(self.head_alpha))
         else:
             scores_H = torch.zeros(self.num_heads, dtype=row_dtype(source.dtype), device=source.device)
         return scores_H.expand(*source.shape[:2], -1)
@@ -254,9 +254,9 @@ class AffineScale(nn.Module):
     def _term(self, hidden: Tensor) -> Tensor:
         """The second argument of the rule of beta: [H, 1], or [B, H, T] for W_b x."""
         if self.beta_proj is not None:
-            return _wide(self.beta_proj(hidden)).transpose(1, 2)
+            return wide(self.beta_proj(hidden)).transpose(1, 2)
         assert self.head_beta is not None
-        return _wide(own_heads(self.head_beta))[:, None]
+        return wide(own_heads(self.head_beta))[:, None]
 
     def _collected(self, source: Tensor) -> Tensor | None:
         """The leaf that collects alpha, on the device of `source`; None where this call is not collected."""
@@ -367,7 +367,7 @@ def own_heads(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x if x.dtype in WIDE else x.float()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..messages import shown
 from ..ops import attention
-from .attention import AttentionMechanism, Coefficients, default_positions
+from .attention import AttentionMechanism, Coefficients, default_positions, subtract_next
 
 
 class _AllToAll(torch.autograd.Function):
@@ -126,17 +126,15 @@ class SequenceGroup:
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        alpha, beta, sink, gate = coefficients
-        query, key, value, alpha, beta, gate = self._exchange([query, key, value, alpha, beta, gate])
-        if sink is not None:
-            if sink.dim() != 1:
-                raise ValueError(
-                    f"sink must have shape [H] under sequence parallelism, got {list(sink.shape)}: a sink per row "
-                    "[B, H, T] is not exchanged between ranks; use one sink per head"
-                )
-            heads = sink.shape[0] // self.size
-            sink = sink[self.rank * heads : (self.rank + 1) * heads]
-        return query, key, value, Coefficients(alpha, beta, sink, gate)
+        given = coefficients._asdict()
+        by_token = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 2]
+        query, key, value, *parts = self._exchange([query, key, value, *(given[name] for name in by_token)])
+        # What has no tokens, a sink [H] or the weights of a norm [H, D], is on every rank, which takes its heads.
+        heads = query.shape[1]
+        own = slice(self.rank * heads, (self.rank + 1) * heads)
+        of_heads = {name: x[own] for name, x in given.items() if isinstance(x, Tensor) and name not in by_token}
+        rows = Coefficients(**given | of_heads | dict(zip(by_token, parts, strict=True)))
+        return query, key, value, rows
 
     def to_part(self, out: Tensor) -> Tensor:
         """The whole sequence with this rank's heads [B, H/P, T, D] to its part with all heads [B, H, T/P, D]."""
@@ -200,13 +198,17 @@ class SequenceGroup:
         mask, segment_ids = self._gather_visible(query, mask, segment_ids)
         visible = visible | {"mask": mask, "segment_ids": segment_ids}
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
+        num_kv_heads = key.shape[1]  # to_heads may repeat them
+        difference = layer.difference(hidden, num_kv_heads)
+        query, key, softmax_scale = layer.scored(query, key, softmax_scale)
         query, key, value, rows = self.to_heads(query, key, value, rows)
-        return self.to_part(
+        out = self.to_part(
             attention(
                 query, key, value, **rows._asdict(), **visible, softmax_scale=softmax_scale,
                 nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
+        return out if difference is None else subtract_next(out, difference, num_kv_heads)
 
     def positions(self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
         """The default positions of this rank's tokens: those that one rank would give them."""

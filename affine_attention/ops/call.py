@@ -53,6 +53,7 @@ class AttentionCall(NamedTuple):
     softmax_scale: float
     nonnegative_alpha: bool = False
     scale_is_default: bool = False  # 1/sqrt(D)
+    weights: str = "softmax"  # or the name of a weight function of ops/weights
 
     @classmethod
     def of(

@@ -124,7 +124,8 @@ def measure(
         if call.layer in map_layers and call.layer not in maps and map_length > 0:
             maps[call.layer] = metrics.weight_map(
                 call.query, call.key, map_length, alpha=call.alpha, beta=call.beta, sink=call.sink,
-                visibility=call.visibility, softmax_scale=call.softmax_scale,
+                visibility=call.visibility, softmax_scale=call.softmax_scale, difference=call.difference,
+                weights=call.weights,
             ).cpu()  # fmt: skip
 
     # Only the decoder if the model has one: the logits would be by far the largest tensor.

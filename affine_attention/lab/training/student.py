@@ -171,7 +171,9 @@ def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: to
         empty(batch, length, groups, width).transpose(1, 2),
         alpha=empty(*rows, kind=torch.float32) if mechanism.has_alpha else None,
         beta=empty(*rows, kind=torch.float32) if mechanism.bias else None,
-        sink=empty(heads, kind=torch.float32) if mechanism.sink is not None else None,
+        sink=None
+        if mechanism.sink is None
+        else empty(*(rows if mechanism.sink == "token" else (heads,)), kind=torch.float32),
         gate=empty(batch, length, heads, width).transpose(1, 2) if mechanism.gate else None,
         is_causal=True,
         segment_ids=torch.zeros(batch, length, dtype=torch.int64, device=device)

@@ -57,6 +57,8 @@ def why_not_fused(call: AttentionCall) -> str | None:
         return "needs Triton, which is not installed"
     if query.device.type == "cuda" and capability_of(query) < MIN_CAPABILITY:
         return f"needs a GPU of compute capability 8.0 or newer, got {capability_of(query) / 10}"
+    if call.weights != "softmax":
+        return f"has no kernels for weights={call.weights!r}"
     if query.dtype not in SERVED:
         return f"takes bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] > MAX_HEAD_DIM:
