@@ -27,7 +27,10 @@ MECHANISMS = {
     "affine long": Mechanism.named("affine", bias_length=2048),
     "affine_gated": Mechanism.named("affine_gated", bias_length=9),
     "sink": Mechanism.named("sink"),
-}
+    "everything": Mechanism("everything", activation="per_head", bias="free", sink="token", exclusion="learned",
+                            head_norm=True, gate=True, bias_length="visible"),
+    "softplus difference": Mechanism("x", weights="softplus", differential=True),
+}  # fmt: skip
 NEW = 6
 
 
@@ -93,7 +96,7 @@ def routes(monkeypatch) -> dict[str, int]:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_32_requests_get_the_tokens_of_generate(name, routes):
     model, rows = make_model("llama", MECHANISMS[name]), prompts(32)
-    kept = running_alphas(model) if MECHANISMS[name].bias else None
+    kept = running_alphas(model) if MECHANISMS[name].has_running_alpha else None
     told = one_by_one(model, rows)
     assert in_batches(model, rows) == told
     assert all(routes.values()), f"a route was not taken: {routes}"

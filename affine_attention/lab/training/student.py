@@ -175,6 +175,9 @@ def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: to
         if mechanism.sink is None
         else empty(*(rows if mechanism.sink == "token" else (heads,)), kind=torch.float32),
         gate=empty(batch, length, heads, width).transpose(1, 2) if mechanism.gate else None,
+        exclusion=None if mechanism.exclusion is None else 1.0,
+        norm_weight=empty(heads, width) if mechanism.head_norm else None,
+        weights=mechanism.weights,
         is_causal=True,
         segment_ids=torch.zeros(batch, length, dtype=torch.int64, device=device)
         if recipe.document_boundaries
