@@ -62,7 +62,7 @@ def verdicts() -> list[str]:
 
 def tested(key: str, *more: str) -> list[str]:
     """The tested rows of a claim's table."""
-    columns = (*more, "Difference", "Own interval", "Error term", "p (Holm)", "Verdict", "Seeds")
+    columns = (*more, "Difference", "Own interval", "Error term", "p (Holm)", "Verdict")
     return chosen(claims()[key], columns, lambda cells: cells["Verdict"].text != "–" and cells["Setting"].text == "30m")
 
 
