@@ -348,6 +348,16 @@ def test_refused_models(change, words):
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
+def test_layers_of_different_sizes_are_refused():
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size_per_layer_input": 64,
+             "hidden_size_per_layer_input": 8, "global_head_dim": 16}  # fmt: skip
+    config = transformers.AutoConfig.for_model("gemma4_text", **small)
+    model = hf.attach(transformers.AutoModelForCausalLM.from_config(config), "affine")
+    with pytest.raises(ValueError, match="heads differ from layer to layer"):
+        model.generate_batch([[1, 2]], generation_config=greedy(), continuous_batching_config=pages())
+
+
 def test_a_window_that_the_cache_does_not_know_is_refused():
     model = make_model("qwen2", MECHANISMS["affine"])
     model.model.layers[0].self_attn.sliding_window = 5
