@@ -279,9 +279,19 @@ def _finished(
 
 def _run_weighted(call: AttentionCall, impl: str) -> Tensor:
     """A call with a weight function other than softmax."""
-    choice, _ = _choose(call, impl)
+    choice, route = _choose(call, impl)
     with torch.autocast(_autocast_device(call.query), enabled=False):
-        return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
+        if route is None:
+            return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
+        from .fused.op import plan_of, run_plan
+        from .fused.plan import inputs_of
+
+        if call.weights == "sigmoid":
+            # The kernels take minus the bias of a row in the place of its sink.
+            counts = call.visibility.count().clamp(min=1).to(torch.float32)
+            call = call._replace(rows=call.rows._replace(sink=torch.log(counts).expand(call.query.shape[:3])))
+        call = call.with_positive_scale()
+        return run_plan(plan_of(call, call.needs_gradient), inputs_of(call), call.needs_gradient)
 
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]

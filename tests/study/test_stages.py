@@ -61,6 +61,19 @@ def test_every_run_is_trained_evaluated_and_inspected(page, out):
     assert all(mechanism in text for mechanism in MECHANISMS)
 
 
+def test_instruments_are_added_to_a_finished_study(page, plan, out):
+    run = RunFolder(out / "softmax-seed0")
+    before = read_json(run.evaluation_file)
+    run_study(replace(plan, mechanisms=("softmax",), instruments=("length",)), out, device="cpu", quiet=True)
+    after = read_json(run.evaluation_file)
+    assert after["perplexity"] == before["perplexity"]
+    found = after["instruments"]["length"]
+    assert list(found["factors"]) == ["1x", "2x", "4x"]
+    assert found["protocol"]["length"] == 64
+    assert "held out" in found["protocol"]["source"]
+    assert "Beyond the training length" in page.read_text()
+
+
 def test_a_grid_is_trained_reported_and_resumed(plan, tmp_path):
     pytest.importorskip("tensorboard")
     short = {**plan.settings, "steps": 4, "warmup_steps": 1, "decay_steps": 1, "teacher": None}

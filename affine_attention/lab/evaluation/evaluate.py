@@ -73,8 +73,8 @@ def evaluate(
         dtype: of the weights; None: as saved.
         autocast: run the forward under autocast with this dtype ("bfloat16": how models are trained here).
         output: a file, or a folder for evaluation.json; None: the run folder, or no file for other models.
-        instruments: "all" or names of instruments.py (eviction, quantisation, length), measured on the first text of
-            `perplexity`, or else on the text that the run held out.
+        instruments: "all" or names of instruments.py (eviction, quantisation, length), measured on the text that the
+            run held out, or else on the first text of `perplexity`.
         sequences: number of sequences for the instruments.
         seed: of the harness's samplers; zero-shot scores do not depend on it.
         cache: a dict that is shared between calls, so that text is tokenised once for models with the same tokenizer.
@@ -95,7 +95,9 @@ def evaluate(
     folder, run = find_model(path_or_model) if from_disk else (None, None)
     documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
     if measured:
-        inspected = next(iter(documents.values())) if documents else _read("heldout", None, run, limit, cache)
+        has_heldout = run is not None and run.exists and bool(run.recipe().heldout)
+        first = next(iter(documents.values()), None)
+        inspected = _read("heldout", None, run, limit, cache) if has_heldout or first is None else first
     if folder is None:
         model = check_loaded_model(path_or_model, dtype)
     else:

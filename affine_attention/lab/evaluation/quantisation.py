@@ -6,8 +6,8 @@ one token, computed at run time; the scale of a weight is that of one output cha
 themselves, norms, attention, residuals, embeddings) stays in the precision of the model.
 
 Quantised are the linear layers of the decoder: query, key, value and output projections, feed-forward layers, and the
-gate W_g of a mechanism. Not quantised are the LM head, W_a (one number per head), and experts that are not linear
-layers of their own.
+gate W_g of a mechanism. Not quantised are the LM head, W_a and the other coefficients of a mechanism (one number per
+head), and experts that are not linear layers of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...nn.scaling import AffineScale
+from ...nn import AttentionMechanism
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,11 @@ def quantised(model: Any, how: Quantisation) -> Iterator[int]:
 def linear_layers(model: Any) -> list[Any]:
     """The linear layers of the decoder, see the top of this file."""
     head = model.get_output_embeddings()
-    coefficients = {id(part) for each in model.modules() if isinstance(each, AffineScale) for part in each.modules()}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and id(module) not in coefficients
-    ]
+    left = {id(head)}
+    for mechanism in model.modules():
+        if isinstance(mechanism, AttentionMechanism):
+            left |= {id(part) for part in mechanism.modules() if part is not mechanism.gate_proj}
+    return [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in left]
 
 
 def _forward(layer: Any, how: Quantisation) -> Any:
