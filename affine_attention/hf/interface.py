@@ -137,7 +137,8 @@ def affine_attention(
     if layer is None or affine_hidden is None:
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
-            "without one; call affine_attention.hf.attach(model, mechanism)"
+            "without one; call affine_attention.hf.attach(model, mechanism), and leave out encoder_hidden_states: "
+            "cross-attention gets no mechanism"
         )
     if dropout:
         raise ValueError(
@@ -272,6 +273,8 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]  # Qwen2-VL and its like: text, time, height, width
     if position_ids is not None and given.get("attention_mask") is None and given.get("past_key_values") is None:
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
@@ -307,6 +310,7 @@ def check_implementation(config: Any) -> None:
 
 def own_implementation(name: Any) -> str:
     """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    given = name
     if isinstance(name, str):
         name = name.removeprefix("paged|")  # continuous batching switches by itself
     if name is None or name in OPERATOR_IMPL or name == PAGED:
@@ -317,7 +321,7 @@ def own_implementation(name: Any) -> str:
         return f"{IMPLEMENTATION}_composed"
     if isinstance(name, str) and "flash" in name and "|" not in name:
         return f"{IMPLEMENTATION}_fused"
-    raise ValueError(_unknown_implementation(name))
+    raise ValueError(_unknown_implementation(given))
 
 
 def _unknown_implementation(name: Any) -> str:

@@ -35,6 +35,7 @@ from .fused.plan import (
 from .reference import reference_attention, reference_finish, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
+from .transforms import transformed_attention
 from .validation import (
     check_finish,
     check_one_of,
@@ -125,6 +126,14 @@ def attention(
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
+    compiling = torch.compiler.is_compiling()
+    # Asked of C++ here: a Python function would cost every call of a layer.
+    if not compiling and torch._C._are_functorch_transforms_active():
+        return transformed_attention(
+            query=query, key=key, value=value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+            norm_weight=norm_weight, norm_eps=norm_eps, weights=weights, mask=mask, is_causal=is_causal, window=window,
+            segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, impl=impl,
+        )  # fmt: skip
     if exclusion is not None or norm_weight is not None:
         query, key, value, gate = _follow_autocast(query, key, value, gate)
         parts = Finish(exclusion, norm_weight, norm_eps, gate)
@@ -137,7 +146,6 @@ def attention(
         call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
                              softmax_scale, nonnegative_alpha)  # fmt: skip
         return _run_weighted(call._replace(weights=weights), impl)
-    compiling = torch.compiler.is_compiling()
     if compiling and segment_ids is None and window is None and impl == "auto":
         out = _run_plain_in_graph(query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale,
                                   nonnegative_alpha)  # fmt: skip
@@ -272,9 +280,19 @@ def _finished(
 
 def _run_weighted(call: AttentionCall, impl: str) -> Tensor:
     """A call with a weight function other than softmax."""
-    choice, _ = _choose(call, impl)
+    choice, route = _choose(call, impl)
     with torch.autocast(_autocast_device(call.query), enabled=False):
-        return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
+        if route is None:
+            return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
+        from .fused.op import plan_of, run_plan
+        from .fused.plan import inputs_of
+
+        if call.weights == "sigmoid":
+            # The kernels take minus the bias of a row in the place of its sink.
+            counts = call.visibility.count().clamp(min=1).to(torch.float32)
+            call = call._replace(rows=call.rows._replace(sink=torch.log(counts).expand(call.query.shape[:3])))
+        call = call.with_positive_scale()
+        return run_plan(plan_of(call, call.needs_gradient), inputs_of(call), call.needs_gradient)
 
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]

@@ -165,6 +165,7 @@ class CallSpec(NamedTuple):
     visibility: Visibility
     softmax_scale: float
     nonnegative_alpha: bool
+    weights: str = "softmax"
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallSpec:
@@ -177,4 +178,4 @@ class CallSpec(NamedTuple):
             key_mask=spec(seen.key_mask), pair_mask=spec(seen.pair_mask),
         )  # fmt: skip
         query, key, value, *rows = map(spec, call.tensors)
-        return cls(query, key, value, RowSpecs(*rows), seen, call.softmax_scale, call.nonnegative_alpha)
+        return cls(query, key, value, RowSpecs(*rows), seen, call.softmax_scale, call.nonnegative_alpha, call.weights)

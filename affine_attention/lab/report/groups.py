@@ -164,8 +164,11 @@ def omitted_settings(groups: list[Group]) -> str:
 
 
 def _is_of_presets(key: str) -> bool:
-    """True for settings that differ between presets, so that the name of the mechanism implies them."""
-    return len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
+    """True for settings that differ between presets, so that the name of the mechanism implies them.
+
+    N is not one of them, although some presets count the visible keys: with the others it is the training length.
+    """
+    return key != "mechanism.bias_length" and len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
 
 
 def _of_most_runs(recipe: str, groups: list[Group]) -> dict[str, Any]:
