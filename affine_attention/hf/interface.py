@@ -199,15 +199,16 @@ def affine_attention(
         query, key, value, rows = sequence.to_heads(query, key, value, rows)
         alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
     own = None if exclusion is None else own_keys(arguments, query.shape[2], key.shape[2])
-    parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
+    parts = None
     if own is not None:
+        parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
         exclusion = norm_weight = gate = None
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
         norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
-    if own is not None:
+    if own is not None and parts is not None:
         out = finish_with(out, value, own, parts, affine_impl)
     if sequence is not None:
         out = sequence.to_part(out)
