@@ -73,9 +73,9 @@ def _double_sigmoid(scores: Tensor, start: float) -> Tensor:
 
 
 def _softplus(scores: Tensor, start: float) -> Tensor:
-    from torch.nn.functional import softplus
-
-    return softplus(_shifted(scores, math.log(math.expm1(start))))
+    shifted = _shifted(scores, math.log(math.expm1(start)))
+    # Not softplus of PyTorch, whose backward has other strides in a compiled graph than the graph was traced with.
+    return shifted.logaddexp(shifted.new_zeros(()))
 
 
 def _shifted(scores: Tensor, shift: float) -> Tensor:
