@@ -121,7 +121,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
+        _say(
+            describe_run(
+                built.located(folder), ranks=built.sequence_parallel if options.ranks is None else options.ranks
+            )
+        )
         return 0
     from .lab.training import train
 
@@ -372,7 +376,9 @@ def _add_study(commands: Any) -> None:
     parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
     _add_recipe_options(parser, "change a setting; KEY=A,B,C trains every student with each value; repeatable")
     parser.add_argument(
-        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
+        "--mechanisms",
+        default="softmax,sink,gated,affine,affine_gated",
+        help="comma-separated, or `all` presets (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
     parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
@@ -395,12 +401,13 @@ def _add_study(commands: Any) -> None:
 
 def _study(options: argparse.Namespace) -> int:
     from .study import Plan, parse_settings, run_study
+    from .study.plan import named_mechanisms
 
     sources = _source_settings(options)
     settings, sweeps = parse_settings(options.settings)
     plan = Plan(
         recipe=options.recipe,
-        mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
+        mechanisms=named_mechanisms(options.mechanisms),
         seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
         settings=sources | settings,
         sweeps=sweeps,

@@ -9,6 +9,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
 import shlex
@@ -68,6 +69,11 @@ def check_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, w
             at = rest.index("-m")
             assert rest[at + 1] == "affine_attention"
             check_affine(rest[at + 2 :], monkeypatch)
+        case ["transformers", "serve", _, *rest]:  # tests/hf/test_serving.py runs it
+            from transformers.cli.serve import Serve
+
+            options = [word.removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")]
+            assert set(options) <= set(inspect.signature(Serve).parameters)
         case ["python", "-m", module, *rest]:
             check_module(module, rest if whole else None, monkeypatch)
         case _:
@@ -90,10 +96,12 @@ def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         words = [*words, "--dry-run"]
     elif options.command == "study" and "--plan" not in words:
         words = [*words, "--plan"]
-    elif options.command in ("report", "gradients"):
+    elif options.command in ("report", "compare", "gradients"):
         monkeypatch.setattr(sys, "argv", ["affine"])
         words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
         Path("docs").mkdir(exist_ok=True)
+    elif options.command == "publish":
+        words = [words[0], tiny_run(), *words[2:]]
     elif options.command in ("evaluate", "inspect"):
         words = [words[0], tiny_run(), "--device", "cpu", *small_options(words[1:])]
     elif options.command == "convert":

@@ -94,6 +94,7 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = _setting("float32", "dtype of the computation; the weights are float32")
     gradient_checkpointing: bool = _setting(False, "recompute activations in backward: less memory, more time")
     compile: bool = _setting(False, "torch.compile, layer by layer")
+    sequence_parallel: int = _setting(1, "ranks that share each sequence (Ulysses), for long sequences")
     save_every: int = _setting(100, "steps between checkpoints; 0: only the last")
     keep_checkpoints: int = _setting(2, "number of checkpoints to keep")
     probe_every: int = _setting(10, "steps between probes of attention logits, alphas and gates; 0: never")
@@ -128,7 +129,7 @@ class Recipe:
             )
 
     def _check_ranges(self) -> None:
-        for name in ("steps", "global_batch", "sequence_length", "keep_checkpoints"):
+        for name in ("steps", "global_batch", "sequence_length", "keep_checkpoints", "sequence_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
             if getattr(self, name) > LARGEST_COUNT:
@@ -163,11 +164,27 @@ class Recipe:
             raise ValueError("kd_weight and ce_weight are both 0, so nothing would be learned; set one of them above 0")
         if self.remember_teacher and self.streaming:
             raise ValueError("remember_teacher=true cannot be combined with streaming=true; set one of them to false")
+        if self.sequence_parallel > 1:
+            self._check_sequence_parallel()
         if self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError(
                 f"warmup_steps + decay_steps must fit into steps = {self.steps}, got {self.warmup_steps} + "
                 f"{self.decay_steps}"
             )
+
+    def _check_sequence_parallel(self) -> None:
+        size = self.sequence_parallel
+        if self.sequence_length % size:
+            raise ValueError(
+                f"sequence_length must be a multiple of sequence_parallel = {size}, got {self.sequence_length}; each "
+                f"rank holds an equal part: set sequence_length={-(-self.sequence_length // size) * size}"
+            )
+        for name, off in (("compile", False), ("streaming", False), ("sink_pressure", None)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot be combined with sequence_parallel={size}: it works on "
+                    f"whole sequences; set {name}={str(off).lower()}, or sequence_parallel=1"
+                )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """A copy with changed settings; `mechanism.KEY` and `student_changes.KEY` change nested settings."""
@@ -199,6 +216,12 @@ class Recipe:
         """(sequences per micro-batch, accumulation steps); the error lists values that divide evenly."""
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel = {self.sequence_parallel} needs a multiple of {self.sequence_parallel} ranks, got "
+                f"{ranks}; start them with torchrun --nproc-per-node {self.sequence_parallel}"
+            )
+        ranks //= self.sequence_parallel  # the ranks of a sequence group work on the same batch
         if self.global_batch % ranks:
             fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..lab.evaluation.instruments import parse_instruments
 from ..lab.names import folder_name
 from ..lab.recipe import Recipe, parse_setting
-from ..nn import Mechanism
+from ..nn import PRESETS, Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe
 from .sweep import check_sweeps, label_of, points
 
@@ -173,6 +173,11 @@ class Plan:
             "engine": self.engine,
             "instruments": list(self.instruments),
         }
+
+
+def named_mechanisms(text: str) -> tuple[str, ...]:
+    """`softmax,affine` -> the two names; `all` -> the names of all presets."""
+    return tuple(PRESETS) if text == "all" else tuple(name for name in text.split(",") if name)
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:

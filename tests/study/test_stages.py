@@ -94,6 +94,20 @@ def test_a_grid_is_trained_reported_and_resumed(plan, tmp_path):
     assert logs == {name: (tmp_path / name / "log.jsonl").stat().st_mtime_ns for name in names}
 
 
+def test_trackio_gets_one_run_per_student_in_its_local_store(plan, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")  # not in the dev extra: it needs an older pillow than the other packages
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    short = {**plan.settings, "steps": 3, "warmup_steps": 1, "decay_steps": 1, "teacher": None}
+    grid = Plan(mechanisms=("affine",), settings=short, sweeps={"learning_rate": (1e-3, 2e-3)})
+    run_study(grid, tmp_path / "sweep", device="cpu", quiet=True, report_to=("trackio",))
+    for rate in (0.001, 0.002):
+        name = f"affine_learning_rate={rate}-seed0"
+        losses = [line["train/loss"] for line in SQLiteStorage.get_logs("sweep", name) if "train/loss" in line]
+        assert losses == pytest.approx([line["loss"] for line in RunFolder(tmp_path / "sweep" / name).log()])
+
+
 def test_an_unknown_integration_is_refused_before_anything_runs(plan, tmp_path):
     with pytest.raises(ValueError, match=r"report_to must be one of .* got 'tensorbord'; did you mean 'tensorboard'"):
         run_study(plan, tmp_path / "none", report_to=("tensorbord",))

@@ -126,6 +126,7 @@ def measure(
             maps[call.layer] = metrics.weight_map(
                 call.query, call.key, map_length, alpha=call.alpha, beta=call.beta, sink=call.sink,
                 visibility=call.visibility, softmax_scale=call.softmax_scale, difference=call.difference,
+                weights=call.weights,
             ).cpu()  # fmt: skip
 
     # Only the decoder if the model has one: the logits would be by far the largest tensor.

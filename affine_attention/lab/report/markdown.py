@@ -80,12 +80,17 @@ def table_markdown(table: Table) -> str:
     lines = [f"### {inline(table.title)}", ""]
     if not table.rows:
         return "\n".join([*lines, _prose(table.missing)])
-    sides = ["---:" if cell.numeric else ":---" for cell in table.rows[0].cells]
-    lines += [_prose(table.caption), "", _line(inline(short(column, 60)) for column in table.columns), _line(sides)]
-    lines += [_line(_cell(cell, row) for cell in row.cells) for row in table.rows]
+    lines += [_prose(table.caption), "", *table_rows(table.columns, table.rows)]
     for note in table.notes:
         lines += ["", _prose(note)]
     return "\n".join(lines)
+
+
+def table_rows(columns: Iterable[str], rows: list[Row]) -> list[str]:
+    """The lines of a table with at least one row."""
+    sides = ["---:" if cell.numeric else ":---" for cell in rows[0].cells]
+    head = [_line(inline(short(column, 60)) for column in columns), _line(sides)]
+    return [*head, *(_line(_cell(cell, row) for cell in row.cells) for row in rows)]
 
 
 def _cell(cell: Cell, row: Row) -> str:
