@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from .accelerate import accelerate, decelerate, explain, is_accelerated
 from .accelerate import register as register_operator
-from .attach import attach, detach, is_attached
+from .attach import BiasLengthNotice, attach, detach, is_attached
 from .callback import CommitNotice, RunningAlphaCallback
 from .classes import MODEL_TYPE, AffineConfig
 from .continuous_batching import register as register_paged
@@ -23,6 +23,7 @@ AutoConfig.register(MODEL_TYPE, AffineConfig, exist_ok=True)
 
 __all__ = [
     "STUDENTS",
+    "BiasLengthNotice",
     "CommitNotice",
     "RunningAlphaCallback",
     "WeightsNotice",

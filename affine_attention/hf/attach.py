@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..nn import AttentionMechanism, Mechanism
+from ..nn.attention import check_shared_values
 from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class, mark_part, unmark_part
 from .composite import decoder_config, own_configs
 from .families import find_sites
-from .installation import check_identity, check_start, install, note_part, remove_hooks, scale_out_proj
+from .installation import check_identity, check_start, install, refuse_part, remove_hooks, scale_out_proj
 from .interface import IMPLEMENTATION, SLOT
 from .sequence import is_sequence_parallel
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
+
+class BiasLengthNotice(UserWarning):
+    """A mechanism was attached whose N is longer than every sequence of the model."""
 
 
 def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> ModelT:
@@ -31,7 +37,10 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     Args:
         model: a causal decoder of transformers that uses the library's attention interface, or a multimodal model with
             such a text decoder: the decoder gets the mechanism, the other towers keep their attention.
-        mechanism: a `Mechanism` or the name of a preset.
+        mechanism: a `Mechanism` or the name of a preset. Presets divide the bias by N = 2048, the paper's training
+            length, whatever the lengths of the model: a configuration holds the longest context and not the length of
+            your training sequences, which N should be: `Mechanism.named("affine", bias_length=4096)`. A
+            `BiasLengthNotice` says so where the model cannot reach that length.
         start: "fresh" starts with random gates, as in the paper. "identity" keeps the outputs of a pretrained model
             exactly, while every gate can still learn: zero gate weights halve the attention output, so the output
             projection is doubled for each gate, and running_alpha starts at 0.5, which makes beta 0.
@@ -41,6 +50,7 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
             f"model must be a PreTrainedModel of transformers, got {type(model).__name__}; attach before a model is "
             "wrapped by PEFT, DDP or torch.compile"
         )
+    by_name = isinstance(mechanism, str)
     mechanism = as_mechanism(mechanism)
     check_start(mechanism, start)
     if is_attached(model):
@@ -49,9 +59,16 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     sites = find_sites(model)  # raise for unsupported models before changing anything
     if start == "identity":
         check_identity(sites)
+    if mechanism.differential:
+        settings = decoder_config(model.config)
+        check_shared_values(
+            sites[0].num_heads, getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+        )
     own_configs(model)
     config: Any = model.config
     text = decoder_config(config)
+    if by_name:
+        _notice_bias_length(mechanism, text)
     before = (config._attn_implementation, text._attn_implementation)
     config.affine_attention = {"mechanism": mechanism.to_dict(), "start": start}
     config.__class__ = affine_config_class(type(config))
@@ -81,15 +98,16 @@ def detach(model: ModelT) -> ModelT:
     config: Any = model.config
     mechanism = Mechanism.from_dict(config.affine_attention["mechanism"])
     identity = config.affine_attention["start"] == "identity"
+    scaled: set[int] = set()
     for module in model.modules():
         remove_hooks(module)
         if isinstance(getattr(module, SLOT, None), AttentionMechanism):
             delattr(module, SLOT)
             module.__dict__.pop("affine_carried", None)
             if identity:
-                scale_out_proj(module, mechanism, undo=True)
+                scale_out_proj(module, mechanism, scaled, undo=True)
     for key, hook in list(model._state_dict_pre_hooks.items()):
-        if hook is note_part:
+        if hook is refuse_part:
             del model._state_dict_pre_hooks[key]
     unmark_part(config)
     text = decoder_config(config)
@@ -110,3 +128,15 @@ def detach(model: ModelT) -> ModelT:
 
 def is_attached(model: nn.Module) -> bool:
     return isinstance(model, AffineModelMixin)
+
+
+def _notice_bias_length(mechanism: Mechanism, config: Any) -> None:
+    """Warns where the N of a preset is longer than the sequences that a model can have."""
+    longest, length = getattr(config, "max_position_embeddings", None), mechanism.bias_length
+    if mechanism.bias and isinstance(length, int) and isinstance(longest, int) and 0 < longest < length:
+        warnings.warn(
+            f"the bias of {mechanism.name!r} is divided by N = {length}, and the sequences of this model have at most "
+            f"{longest} tokens; for another N: Mechanism.named({mechanism.name!r}, bias_length={longest})",
+            BiasLengthNotice,
+            stacklevel=3,
+        )

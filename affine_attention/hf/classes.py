@@ -37,6 +37,7 @@ class _OwnNames:
     """A configuration in which every name of an attention chooses an implementation of the operator."""
 
     plain_class: type  # restored by `detach`
+    _attn_implementation_internal: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Whatever way the name of an attention gets in, it chooses an implementation of the operator."""
@@ -192,8 +193,9 @@ class AffineModelMixin:
             if isinstance(layer, AttentionMechanism) and not getattr(layer, "_is_hf_initialized", False):
                 layers.append((module, layer))
         super().initialize_weights()  # type: ignore[misc]
+        scaled: set[int] = set()
         for module, layer in layers:
-            initialise_missing(module, layer, self.config.affine_attention["start"])
+            initialise_missing(module, layer, self.config.affine_attention["start"], scaled)
 
     def _initialize_missing_keys(self, *args: Any, **kwargs: Any) -> None:
         """What transformers calls after loading."""

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ..nn.attention import subtract_next
 from .families import find_decoders
 from .interface import PAGED, SLOT
 from .keywords import refuse_unknown
@@ -152,7 +153,13 @@ def paged_attention(
     refuse_unknown(type(module).__name__, unread | {"dropout": dropout or None}, "use generate")
     index: Any = module.layer_idx
     rows = layer.rows(affine_hidden, batch.divisor(layer.mechanism, index), None)._asdict()
-    return batch.attend(index, query, key, value, rows, scaling), None
+    query, key, scaling = layer.scored(query, key, scaling)  # the paged cache holds the keys of the scores
+    out = batch.attend(index, query, key, value, rows, scaling)
+    groups = key.shape[1]
+    difference = layer.difference(affine_hidden, groups)
+    if difference is not None:
+        out = subtract_next(out.transpose(1, 2), difference, groups).transpose(1, 2)
+    return out, None
 
 
 def check_batch(module: Any, batch: Any, mask: Tensor | None, others: dict[str, Any]) -> PagedBatch:

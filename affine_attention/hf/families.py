@@ -133,7 +133,6 @@ def _check_tower(name: str, module: nn.Module, model: PreTrainedModel) -> None:
         raise _refusal(
             model,
             f"{name} is built from a configuration of a part of the model ({type(config).__name__})",
-            "attach to the part that has that configuration",
         )
 
 
@@ -157,7 +156,6 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
         raise _refusal(
             model,
             f"{name} is built from a configuration of a part of the model ({type(module.config).__name__})",
-            "attach to the part that has that configuration",
         )
     if any(hasattr(module, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_lora_rank")):
         raise _refusal(model, f"{name} is multi-head latent attention (MLA): its keys and values are compressed")
@@ -182,6 +180,12 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
         known = ", ".join(f"{first} and {last}" for first, last in PROJECTIONS)
         raise _refusal(model, f"{name} ({type(module).__name__}) has none of the known projections: {known}")
     for label, proj in ((first, query_proj), (last, out_proj)):
+        if not isinstance(proj, nn.Linear | Conv1D) and type(proj).__module__.startswith("transformers.models."):
+            raise _refusal(
+                model,
+                f"{name}.{label} is a {type(proj).__name__}, which is more than one linear map of the hidden state: "
+                "its size and input say nothing about the gates of a head",
+            )
         if not isinstance(proj, nn.Linear | Conv1D) or not proj.weight.dtype.is_floating_point:
             raise _refusal(
                 model,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, initialization
 
 from ..nn import AttentionMechanism, Mechanism
@@ -15,10 +15,6 @@ from .interface import SLOT, carry_keywords, note_call, note_hidden, take_keywor
 
 STARTS = ("fresh", "identity")
 TEXT_PARTS = ("language_model", "text_model", "text_decoder", "llm", "thinker")  # attributes of multimodal models
-
-
-class PartNotice(UserWarning):
-    """A state dict was made of a model of which only a part has a mechanism."""
 
 
 def check_start(mechanism: Mechanism, start: str) -> None:
@@ -31,11 +27,14 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
-    if mechanism.differential:
-        raise ValueError(
-            f'start="identity" does not work for {mechanism.name!r}: each head subtracts a part of another head, also '
-            'at the start; use start="fresh"'
-        )
+    for name in ("weights", "differential", "head_norm", "exclusion"):
+        if getattr(mechanism, name) not in (None, False, "softmax", "learned"):
+            part = f"{name}={getattr(mechanism, name)!r}"
+            hint = ', or exclusion="learned", which starts at 0' if name == "exclusion" else ""
+            raise ValueError(
+                f'start="identity" does not work for {mechanism.name!r}: {part} changes the outputs at the start; '
+                f'use start="fresh"{hint}'
+            )
     if mechanism.alpha_rule is not None and mechanism.alpha_rule.scores == "constant":
         raise ValueError(
             f'start="identity" does not work for {mechanism.name!r}: an alpha that is always '
@@ -49,8 +48,15 @@ def check_start(mechanism: Mechanism, start: str) -> None:
 
 
 def check_identity(sites: list[Site]) -> None:
-    """Raises where a norm between the gates and the output projection removes the factor of a gate."""
+    """Raises where a factor of the output projection cannot compensate the gates."""
     for site in sites:
+        weight: Any = site.out_proj.weight
+        if type(weight) not in (nn.Parameter, Tensor, DTensor):
+            raise ValueError(
+                f'start="identity" does not work for {type(site.module).__name__}: it scales output projections, and '
+                f'{site.name} has one in a format of its own ({type(weight).__name__}); use start="fresh", or attach '
+                "before the weights are quantised"
+            )
         for name in INNER_NORMS:
             if hasattr(site.module, name):
                 raise ValueError(
@@ -62,6 +68,7 @@ def check_identity(sites: list[Site]) -> None:
 def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
     """Adds the modules and hooks of a mechanism to a model whose class and configuration are already set."""
     sites = find_sites(model)
+    scaled: set[int] = set()
     for site in sites:
         like: Any = site.out_proj.weight
         layer = AttentionMechanism(
@@ -71,7 +78,7 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             with torch.no_grad():
                 for each in layer.starts(identity=True):
                     each.fill()
-            scale_out_proj(site.module, mechanism)
+            scale_out_proj(site.module, mechanism, scaled)
         layer.train(site.module.training)
         setattr(site.module, SLOT, layer)
         around = model.get_submodule(site.name.rpartition(".")[0])
@@ -87,17 +94,17 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
                 part._is_hf_initialized = True
     for decoder in find_decoders(model, sites):
         decoder.register_forward_pre_hook(note_call, with_kwargs=True)
-    model.register_state_dict_pre_hook(note_part)
+    model.register_state_dict_pre_hook(refuse_part)
 
 
-def note_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before a state dict is made: warns where the model is the text part of a multimodal one, which cannot load it."""
-    if prefix.rstrip(".").rpartition(".")[2] in TEXT_PARTS:
-        warnings.warn(
-            f"{prefix.rstrip('.')} has a mechanism, and the model around it has none: a folder that save_pretrained of "
-            "the whole model writes loads as plain softmax attention; save the part with its own save_pretrained",
-            PartNotice,
-            stacklevel=2,
+def refuse_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a state dict is made: raises where the model is a part of a multimodal one, which would load as plain."""
+    name = prefix.rstrip(".")
+    if name.rpartition(".")[2] in TEXT_PARTS:
+        raise ValueError(
+            f"{name} has a mechanism and the multimodal model around it does not know: its checkpoint would load as "
+            "plain softmax attention; detach the part and call affine_attention.hf.attach for the whole model, or save "
+            "the part with its own save_pretrained"
         )
 
 
@@ -116,20 +123,23 @@ def identity_factor(mechanism: Mechanism) -> float:
 
 
 @torch.no_grad()
-def scale_out_proj(module: nn.Module, mechanism: Mechanism, undo: bool = False) -> None:
+def scale_out_proj(module: nn.Module, mechanism: Mechanism, scaled: set[int], undo: bool = False) -> None:
     """Compensates what zero gates do to the output: multiplies the output projection by 2 for alpha = 0.5, and so on.
 
-    Powers of 2 are exact in every dtype.
+    Powers of 2 are exact in every dtype. `scaled` holds the ids of the weights that the caller has scaled already:
+    layers may share one (zamba).
     """
     factor = identity_factor(mechanism)
     out_proj = next(
         getattr(module, last) for first, last in PROJECTIONS if hasattr(module, first) and hasattr(module, last)
     )
-    out_proj.weight.mul_(1 / factor if undo else factor)
+    if id(out_proj.weight) not in scaled:
+        scaled.add(id(out_proj.weight))
+        out_proj.weight.mul_(1 / factor if undo else factor)
 
 
 @torch.no_grad()
-def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str) -> None:
+def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str, scaled: set[int]) -> None:
     """Initialises the tensors of one layer that were not loaded; transformers marks those that were."""
     scale = layer.scale
     parameters = list(layer.parameters())
@@ -151,4 +161,4 @@ def initialise_missing(module: nn.Module, layer: AttentionMechanism, start: str)
         else:
             initialization.constant_(each.tensor, each.mean)
     if start == "identity" and parameters and not any(loaded):
-        scale_out_proj(module, layer.mechanism)  # the checkpoint is that of a plain model
+        scale_out_proj(module, layer.mechanism, scaled)  # the checkpoint is that of a plain model

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import Coefficients, real_tokens, subtract_pairs
+from ..nn.attention import Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
@@ -135,7 +135,8 @@ def affine_attention(
     if layer is None or affine_hidden is None:
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
-            "without one; call affine_attention.hf.attach(model, mechanism)"
+            "without one; call affine_attention.hf.attach(model, mechanism), and leave out encoder_hidden_states: "
+            "cross-attention gets no mechanism"
         )
     if dropout:
         raise ValueError(
@@ -161,7 +162,8 @@ def affine_attention(
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
-    alpha = beta = sink = gate = difference = None
+    alpha = beta = sink = gate = difference = exclusion = norm_weight = None
+    function = "softmax"
     if not layer.is_plain:
         sink = layer.sink
         if sink is not None:
@@ -172,34 +174,43 @@ def affine_attention(
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        alpha, beta, token_sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        rows = layer.rows(affine_hidden, divisor, token_mask)
+        alpha, beta, token_sink, gate, exclusion, norm_weight, function = rows
+        if function == "softplus":
+            query, key, scaling = layer.scored(query, key, scaling)
         if sink is None:
             sink = token_sink
         if layer.mechanism.differential:
-            difference = layer.difference(affine_hidden, key.shape[1])
+            num_kv_heads = key.shape[1]
+            difference = layer.difference(affine_hidden, num_kv_heads)
         if alpha is not None and alpha.shape[1] != query.shape[1]:
             # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
             alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
-            softmax_scale=scaling, token_mask=token_mask, **arguments,
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+            norm_weight=norm_weight, weights=function, difference=difference, softmax_scale=scaling,
+            token_mask=token_mask, **arguments,
         )  # fmt: skip
     if sequence is not None:
-        rows = Coefficients(alpha, beta, sink, gate)
-        query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
+        rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight, function)
+        query, key, value, rows = sequence.to_heads(query, key, value, rows)
+        alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+        norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
     if sequence is not None:
         out = sequence.to_part(out)
     weights = None
     if affine_weights:
-        weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
+        weights = attention_weights(
+            query, key, alpha=alpha, beta=beta, sink=sink, weights=function, softmax_scale=scaling, **arguments
+        )
     if difference is not None:
-        out = subtract_pairs(out, difference)
-        weights = None if weights is None else subtract_pairs(weights, difference)
+        out = subtract_next(out, difference, num_kv_heads)
+        weights = None if weights is None else subtract_next(weights, difference, num_kv_heads)
     # Contiguous like transformers' own: a model may use view (afmoe does).
     return out.transpose(1, 2).contiguous(), weights
 
@@ -254,6 +265,8 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)
     position_ids = given.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]  # Qwen2-VL and its like: text, time, height, width
     if position_ids is not None and given.get("attention_mask") is None and given.get("past_key_values") is None:
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
@@ -289,6 +302,7 @@ def check_implementation(config: Any) -> None:
 
 def own_implementation(name: Any) -> str:
     """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    given = name
     if isinstance(name, str):
         name = name.removeprefix("paged|")  # continuous batching switches by itself
     if name is None or name in OPERATOR_IMPL or name == PAGED:
@@ -299,7 +313,7 @@ def own_implementation(name: Any) -> str:
         return f"{IMPLEMENTATION}_composed"
     if isinstance(name, str) and "flash" in name and "|" not in name:
         return f"{IMPLEMENTATION}_fused"
-    raise ValueError(_unknown_implementation(name))
+    raise ValueError(_unknown_implementation(given))
 
 
 def _unknown_implementation(name: Any) -> str:

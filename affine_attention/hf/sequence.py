@@ -20,6 +20,7 @@ from .. import nn as layers_of_nn
 from ..nn import AttentionMechanism, SequenceHandle
 from ..nn.ulysses import SequenceGroup
 from .classes import AffineModelMixin
+from .composite import decoder_config
 from .families import find_decoders, find_sites
 from .interface import ForwardCall, Reading, by_name
 from .masks import KEY_CODE, SEGMENT_CODE, SEQUENCE_RANKS, packed_segments
@@ -224,6 +225,8 @@ def check_labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _unserved(model: Any, decoders: list[PreTrainedModel], sites: int) -> str | None:
     """Why a model cannot be cut into parts, None where it can."""
     config = model.config
+    if decoder_config(config) is not config:
+        return "it is multimodal: images become tokens inside the model, after the batch was cut"
     if model not in decoders and model.get_output_embeddings() is None:
         return "its head works on whole sequences; use a ...ForCausalLM model or the decoder alone"
     if getattr(config, "output_router_logits", False):

@@ -68,9 +68,12 @@ class Recipe:
     truncate_vocabulary: bool = _setting(False, "truncate a padded vocabulary to the size of the smaller one")
 
     sink_pressure: Literal["first_key", "window"] | None = _setting(
-        None, "hide keys from the student in some steps: the first key, or all keys outside of a window; none: never"
+        None, "evict keys from the student in some steps: the first key, or all keys outside of a window; none: never"
     )
-    pressure_share: float = _setting(0.5, "share of the steps with hidden keys, with sink_pressure")
+    pressure_share: float = _setting(0.5, "share of the steps with evicted keys, with sink_pressure")
+    pressure_after: int = _setting(
+        16, "tokens that see the first key before it is evicted, with sink_pressure=first_key"
+    )
     pressure_window: int = _setting(128, "visible keys in these steps, with sink_pressure=window")
 
     steps: int = _setting(200, "optimizer steps")
@@ -139,13 +142,14 @@ class Recipe:
         for name in ("kd_weight", "ce_weight", "min_lr_ratio", "weight_decay", "max_grad_norm"):
             _check_interval(name, getattr(self, name), 0.0, math.inf)
         _check_interval("pressure_share", self.pressure_share, 0.0, 1.0)
-        if self.pressure_window < 1:
-            raise ValueError(f"pressure_window must be at least 1, got {shown(self.pressure_window)}")
-        if self.sink_pressure == "window" and self.pressure_window >= self.sequence_length:
-            raise ValueError(
-                f"pressure_window must be below sequence_length = {self.sequence_length}, or no key is hidden, got "
-                f"{shown(self.pressure_window)}"
-            )
+        for name, kind in (("pressure_after", "first_key"), ("pressure_window", "window")):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
+            if self.sink_pressure == kind and getattr(self, name) >= self.sequence_length:
+                raise ValueError(
+                    f"{name} must be below sequence_length = {self.sequence_length}, or no key is hidden, got "
+                    f"{shown(getattr(self, name))}"
+                )
         for name in ("learning_rate", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
@@ -264,13 +268,15 @@ class Recipe:
         becomes the checkpoint of the student.
         """
 
-        def place(source: str | None) -> str | None:
-            if source is None or not source.startswith(BESIDE):
+        def place(source: str) -> str:
+            if not source.startswith(BESIDE):
                 return source
             return os.path.normpath(run.absolute() / source[len(BESIDE) :])
 
-        student, teacher = place(self.student), place(self.teacher_source)
-        return dataclasses.replace(self, student=student, teacher=teacher)
+        teacher = self.teacher_source
+        return dataclasses.replace(
+            self, student=place(self.student), teacher=None if teacher is None else place(teacher)
+        )
 
     def digest(self) -> str:
         """A hash of the settings that differ from the defaults, so that runs stay valid when settings are added."""

@@ -9,14 +9,12 @@ import warnings
 
 import pytest
 import torch
-import transformers
 
 from affine_attention import Mechanism
-from affine_attention.hf import WeightsNotice, attach, detach
-from affine_attention.hf.installation import PartNotice
+from affine_attention.hf import BiasLengthNotice, WeightsNotice, attach, detach
 from affine_attention.nn import PRESETS
 
-from .models import EVERY_CASE, FAMILIES, SHAPE, make_model, make_tokens, mechanisms, oracle, plain_model
+from .models import EVERY_CASE, FAMILIES, make_model, make_tokens, mechanisms, oracle, plain_model
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -204,17 +202,23 @@ def test_bias_length_keys_trains_but_rejects_a_cache():
         model(tokens[:, :1], past_key_values=cache)
 
 
-def test_a_part_of_a_multimodal_model_says_that_the_whole_cannot_be_loaded(tmp_path):
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 8, "patch_size": 4}  # fmt: skip
-    text = SHAPE | {"model_type": "llama"}
-    config = transformers.LlavaConfig(vision_config=vision | {"model_type": "clip_vision_model"}, text_config=text)
-    whole = transformers.LlavaForConditionalGeneration(config)
-    part = attach(whole.model.language_model, "affine")
-    with pytest.warns(PartNotice, match=r"loads as plain softmax attention; save the part with its own"):
-        whole.save_pretrained(tmp_path / "whole")
+def test_a_preset_says_where_its_divisor_is_longer_than_the_model():
+    with pytest.warns(BiasLengthNotice, match=r"N = 2048, and the sequences of this model have at most 512 tokens"):
+        attach(plain_model(), "affine")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", PartNotice)
-        part.save_pretrained(tmp_path / "part")
-        detach(part)
-        whole.save_pretrained(tmp_path / "plain")
+        warnings.simplefilter("error", BiasLengthNotice)
+        attach(plain_model(), "gated")  # no bias
+        attach(plain_model(), Mechanism.named("affine"))  # chosen on purpose
+        attach(plain_model(max_position_embeddings=2048), "affine")
+
+
+def test_identity_start_scales_a_weight_that_layers_share_once():
+    """As in zamba, whose attention modules are several and their weights one."""
+    plain = plain_model()
+    first, second = (layer.self_attn for layer in plain.model.layers)
+    second.o_proj.weight = first.o_proj.weight
+    expected, before = plain(make_tokens()).logits, first.o_proj.weight.clone()
+    model = attach(plain, "affine_gated", start="identity")
+    assert torch.equal(model(make_tokens()).logits, expected)
+    detach(model)
+    assert torch.equal(first.o_proj.weight, before)

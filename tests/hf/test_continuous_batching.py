@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import time
 
@@ -17,11 +16,11 @@ from affine_attention import Mechanism, hf
 from affine_attention.hf.accelerate import OPERATOR, PAGED_OPERATOR
 from affine_attention.hf.interface import IMPLEMENTATION, PAGED
 from affine_attention.hf.paged import PagedBatch
+from benchmarks import serving
 
 from .models import FAMILIES, SLIDING, make_model, make_tokens, mechanisms, plain_model, running_alphas
 from .test_accelerate import make as make_own
 
-PAGE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 MECHANISMS = {
     "affine": Mechanism.named("affine", bias_length=6),
     "affine visible": Mechanism.named("affine", bias_length="visible"),
@@ -45,7 +44,7 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
 
 def pages(page: int = 8, blocks: int = 160, tokens: int = 48, **settings) -> ContinuousBatchingConfig:
     """A small cache: most prompts have several pages, and the longest are processed in chunks."""
-    return ContinuousBatchingConfig(**{PAGE: page}, num_blocks=blocks, max_batch_tokens=tokens, **settings)
+    return ContinuousBatchingConfig(**{serving.PAGE: page}, num_blocks=blocks, max_batch_tokens=tokens, **settings)
 
 
 def greedy(new: int = NEW, **settings) -> GenerationConfig:
@@ -396,9 +395,9 @@ def test_refused_models_with_their_own_sinks_and_gates(family, words):
 def test_a_plain_model_is_not_touched():
     """The same cache and requests on transformers' own attention: the comparison of benchmarks/serving.py."""
     model, rows = plain_model(), prompts(6)
-    name = "paged|sdpa" if PAGE == "block_size" else "sdpa"
-    model.set_attn_implementation(name)
-    manager = model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pages())
+    model.set_attn_implementation(serving.PLAIN_ATTENTION)
+    stay = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in serving.SETTINGS else {}
+    manager = model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pages(**stay))
     made = collect(manager, rows)
     model.set_attn_implementation("sdpa")
     assert made == one_by_one(model, rows)

@@ -110,7 +110,8 @@ def quantised():
         (lambda: shapes("inkling_text"), "passes position_bias to its attention: a learned bias on the scores"),
         (lambda: shapes("doge"), "computes a mask from its values"),
         (lambda: shapes("blt"), "is built from a configuration of a part of the model (BltLocalEncoderConfig)"),
-        (lambda: shapes("fuyu"), "is built from a configuration of a part of the model (PersimmonConfig)"),
+        (lambda: shapes("moshi"), "self_attn.q_proj is a MoshiLinear, which is more than one linear map"),
+        (lambda: shapes("zaya"), "self_attn.qkv_proj is a ZayaCCAProjection, which is more than one linear map"),
         (lw_detr, "is built from a configuration of a part of the model (LwDetrViTConfig)"),
         (lambda: make_model("llama", "sink"), "already has a mechanism ('sink')"),
     ],
@@ -129,6 +130,25 @@ def test_a_norm_before_the_projection_allows_no_identity_start():
     model = tiny("bitnet")
     with pytest.raises(ValueError, match=r"attn_sub_norm normalises the output of attention .*; use start=\"fresh\""):
         attach(model, "affine", start="identity")
+    attach(model, "affine")
+
+
+def test_weights_in_a_format_of_their_own_allow_no_identity_start():
+    """What torchao's quantize_ leaves: a linear layer whose weight is a tensor of another class."""
+
+    class Packed(torch.Tensor):
+        pass
+
+    model = plain_model()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight = torch.nn.Parameter(
+            layer.self_attn.o_proj.weight.detach().as_subclass(Packed), requires_grad=False
+        )
+    kind, before = type(model), model.state_dict()
+    with pytest.raises(ValueError, match=r"self_attn has one in a format of its own \(Packed\); use start=\"fresh\""):
+        attach(model, "affine", start="identity")
+    assert type(model) is kind
+    assert model.state_dict().keys() == before.keys()
     attach(model, "affine")
 
 

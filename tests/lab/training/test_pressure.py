@@ -46,10 +46,10 @@ def test_the_student_does_not_see_the_key_and_the_teacher_does():
     teacher = plain_model("llama", vocab_size=320).eval()  # plain: it could not even read the student's mask
     ids = torch.randint(320, (2, 32), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "labels": ids}
-    hidden = pressed().hide(inputs)
+    hidden = pressed(pressure_after=1).hide(inputs)
     assert set(hidden) == {"input_ids", "labels", STUDENT_MASK}
     loss = DistillLoss(kd_weight=1.0, ce_weight=1.0)
-    # All but the first two tokens change under eviction, so compare with a changed first token: it must not matter.
+    # The first key is evicted after one token, so the first token must not matter to the others.
     other = ids.clone()
     other[:, 0] = (ids[:, 0] + 7) % 320
     for pressure in (hidden, inputs):
@@ -63,7 +63,9 @@ def test_the_student_does_not_see_the_key_and_the_teacher_does():
     assert loss(model, teacher, hidden).total_sum != loss(model, teacher, inputs).total_sum
 
 
-@pytest.mark.parametrize("changes", [{"sink_pressure": "first_key"}, {"sink_pressure": "window", "pressure_window": 4}])
+@pytest.mark.parametrize(
+    "changes", [{"sink_pressure": "first_key", "pressure_after": 4}, {"sink_pressure": "window", "pressure_window": 4}]
+)
 def test_a_resumed_run_is_bitwise_equal(place, tmp_path, changes):
     recipe = tiny_recipe(place.text, **changes, eval_every=0)
     whole = train(recipe, tmp_path / "whole", device="cpu", quiet=True)
@@ -93,6 +95,10 @@ def test_models_with_windows_of_their_own_and_windows_that_hide_nothing_are_refu
     check_pressure(dataclasses.replace(recipe, sink_pressure=None), model)
     with pytest.raises(ValueError, match="pressure_window must be below sequence_length = 32"):
         Recipe(sink_pressure="window", pressure_window=32, sequence_length=32)
+    with pytest.raises(ValueError, match="pressure_after must be below sequence_length = 16"):
+        Recipe(sink_pressure="first_key", sequence_length=16)
+    with pytest.raises(ValueError, match="pressure_after must be at least 1, got 0"):
+        Recipe(pressure_after=0)
     with pytest.raises(ValueError, match=r"sink_pressure must be one of 'first_key', 'window' or none"):
         Recipe(sink_pressure="first")
     with pytest.raises(ValueError, match="pressure_share must be a finite number from 0 to 1"):
