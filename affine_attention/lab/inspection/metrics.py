@@ -209,7 +209,7 @@ def _first_token(
     heads: slice,
     rows: slice,
 ) -> tuple[Tensor, Tensor]:
-    """(alpha p of the first token of each row's document, 0 if the row does not see it; 1 if it does, else 0)."""
+    """(alpha p of the first token of each row, 0 if the row does not see it; whether it sees it, as 0 or 1)."""
     first_key_T = first_key_T.to(key_SD.device)
     exists_T = first_key_T >= 0
     index_T = first_key_T.clamp(min=0)
