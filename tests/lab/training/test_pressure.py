@@ -72,6 +72,9 @@ def test_a_resumed_run_is_bitwise_equal(place, tmp_path, changes):
     log = RunFolder(whole).log()
     chosen = [SinkPressure(recipe).applies(step) for step in range(1, recipe.steps + 1)]
     assert [line["pressure"] for line in log] == chosen
+    assert (
+        RunFolder(whole).manifest()["attention"]["pressure"]["implementation"] == "composed"
+    )  # as every step on a CPU
     assert 0 < sum(chosen) < len(chosen)
 
     part = RunFolder(tmp_path / "part")
