@@ -33,8 +33,8 @@ test-all: lint
 
 # The tests of affine_attention.hf with the newest transformers, accelerate, peft and trl, in an environment of their own.
 NEWEST := .venv-newest
-NEWEST_TESTS := $(addprefix tests/hf/test_,accelerate.py adapters.py attach.py callback.py classes.py \
-	continuous_batching.py dropout.py families.py generation.py installation.py interface.py keywords.py loading.py \
+NEWEST_TESTS := $(addprefix tests/hf/test_,accelerate.py adapters.py attach.py callback.py classes.py composite.py \
+	continuous_batching.py dropout.py eviction.py families.py generation.py installation.py interface.py keywords.py loading.py \
 	masks.py paged.py sequence.py serving.py students.py token_mixing.py training.py)
 test-newest: $(NEWEST)/.ready
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..ops.validation import MAX_HEAD_DIM
 from .composite import decoder_config, parts, uses
 from .keywords import CHANGES_ATTENTION, passes
 
@@ -197,6 +198,9 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
         raise _refusal(model, f"its configuration {type(config).__name__} has no num_attention_heads")
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     head_dim = int(head_dim or config.hidden_size // num_heads)
+    if head_dim > MAX_HEAD_DIM:
+        limit = f"and the operator serves at most {MAX_HEAD_DIM}"
+        raise _refusal(model, f"{name} has heads of {head_dim} channels, {limit}")
     embed_dim, query_width, inner = _in(query_proj), _out(query_proj), _in(out_proj)
     expected = f"not heads x head dim = {num_heads} x {head_dim}"
     if inner != num_heads * head_dim:
@@ -208,7 +212,7 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
 
 def _refuse_model(model: PreTrainedModel, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
-        raise _refusal(model, "it is an encoder-decoder; mechanisms are for causal decoders")
+        raise _refusal(model, "it is an encoder-decoder, or a part of one")
     quantised = getattr(model.config, "quantization_config", None) is not None
     if quantised or getattr(model, "hf_quantizer", None) is not None:
         raise _refusal(model, "its weights are quantised", "load it without a quantization_config")

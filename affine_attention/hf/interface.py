@@ -21,8 +21,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..nn import AttentionMechanism
 from ..nn.attention import Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
+from ..ops.finish import NORM_EPS, Finish
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
+from .own_values import finish_with, own_keys
 from .paged import PagedBatch
 from .parallel import check_no_hidden_sharding, own_sink
 
@@ -196,11 +198,17 @@ def affine_attention(
         rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight, function)
         query, key, value, rows = sequence.to_heads(query, key, value, rows)
         alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
+    own = None if exclusion is None else own_keys(arguments, query.shape[2], key.shape[2])
+    parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
+    if own is not None:
+        exclusion = norm_weight = gate = None
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
         norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
+    if own is not None:
+        out = finish_with(out, value, own, parts, affine_impl)
     if sequence is not None:
         out = sequence.to_part(out)
     weights = None
@@ -274,6 +282,11 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             segments = packed_segments(position_ids, inputs.shape[0])
             if not values_are_unknown() and not bool(segments[:, -1].any()):
                 segments = None
+            if segments is not None and "position_ids" not in inspect.signature(type(module).forward).parameters:
+                raise ValueError(
+                    f"position_ids must be left out, got packed documents for {type(module).__name__}, which counts "
+                    "positions itself: later documents would not start at 0; pass one document per row"
+                )
     weights = kwargs.get("output_attentions")
     if weights is None:
         weights = bool(getattr(config, "output_attentions", False))

@@ -32,10 +32,11 @@ from .fused.plan import (
     why_not_fused,
     why_not_plain,
 )
+from .onnx_export import is_exporting_to_onnx, onnx_attention
 from .reference import reference_attention, reference_finish, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
-from .transforms import is_transformed, transformed_attention
+from .transforms import transformed_attention
 from .validation import (
     check_finish,
     check_one_of,
@@ -127,7 +128,8 @@ def attention(
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and is_transformed():
+    # Asked of C++ here: a Python function would cost every call of a layer.
+    if not compiling and torch._C._are_functorch_transforms_active():
         return transformed_attention(
             query=query, key=key, value=value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
             norm_weight=norm_weight, norm_eps=norm_eps, weights=weights, mask=mask, is_causal=is_causal, window=window,
@@ -449,6 +451,8 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
 
     The operator chooses its route at run time, when the properties of the GPU are known.
     """
+    if impl != "fused" and is_exporting_to_onnx():
+        return onnx_attention(call)
     refusal = "asked for by name" if impl in ("reference", "composed") else why_not_fused(call)
     if refusal is not None:
         if impl == "fused":

@@ -27,11 +27,6 @@ class _Spec(NamedTuple):
     settings: tuple[tuple[str, Any], ...]
 
 
-def is_transformed() -> bool:
-    """True inside a transform of torch.func."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
 def transformed_attention(**arguments: Any) -> Tensor:
     """`attention` with these arguments, inside a transform of torch.func."""
     segment_ids = arguments.pop("segment_ids")

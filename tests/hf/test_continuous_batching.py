@@ -27,7 +27,10 @@ MECHANISMS = {
     "affine long": Mechanism.named("affine", bias_length=2048),
     "affine_gated": Mechanism.named("affine_gated", bias_length=9),
     "sink": Mechanism.named("sink"),
-}
+    "everything": Mechanism("everything", activation="per_head", bias="free", sink="token", exclusion="learned",
+                            head_norm=True, gate=True, bias_length="visible"),
+    "softplus difference": Mechanism("x", weights="softplus", differential=True),
+}  # fmt: skip
 NEW = 6
 
 
@@ -93,7 +96,7 @@ def routes(monkeypatch) -> dict[str, int]:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_32_requests_get_the_tokens_of_generate(name, routes):
     model, rows = make_model("llama", MECHANISMS[name]), prompts(32)
-    kept = running_alphas(model) if MECHANISMS[name].bias else None
+    kept = running_alphas(model) if MECHANISMS[name].has_running_alpha else None
     told = one_by_one(model, rows)
     assert in_batches(model, rows) == told
     assert all(routes.values()), f"a route was not taken: {routes}"
@@ -343,6 +346,16 @@ def test_refused_models(change, words):
     with pytest.raises(ValueError, match=words):
         model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pages())
     assert model.config._attn_implementation == IMPLEMENTATION
+
+
+def test_layers_of_different_sizes_are_refused():
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size_per_layer_input": 64,
+             "hidden_size_per_layer_input": 8, "global_head_dim": 16}  # fmt: skip
+    config = transformers.AutoConfig.for_model("gemma4_text", **small)
+    model = hf.attach(transformers.AutoModelForCausalLM.from_config(config), "affine")
+    with pytest.raises(ValueError, match="heads differ from layer to layer"):
+        model.generate_batch([[1, 2]], generation_config=greedy(), continuous_batching_config=pages())
 
 
 def test_a_window_that_the_cache_does_not_know_is_refused():

@@ -193,6 +193,9 @@ def _explain(
         if mechanism.sink is None
         else empty(*(rows if mechanism.sink == "token" else (heads,)), kind=torch.float32),
         gate=empty(batch, length, heads, width).transpose(1, 2) if mechanism.gate else None,
+        exclusion=None if mechanism.exclusion is None else 1.0,
+        norm_weight=empty(heads, width) if mechanism.head_norm else None,
+        weights=mechanism.weights,
         nonnegative_alpha=mechanism.nonnegative_alpha,
         **visible,
     )

@@ -238,7 +238,7 @@ class Plan:
             if x is not None:
                 address |= x.data_ptr()
         if address & 15:
-            inputs = [x if x is None or x.data_ptr() & 15 == 0 else x.clone() for x in inputs]
+            inputs = [x if x is None or x.data_ptr() & 15 == 0 else _moved(x) for x in inputs]
         return inputs
 
     def _forward(self) -> Any:
@@ -346,6 +346,16 @@ def _addressable(x: Tensor) -> Tensor:
     from .shared.descriptors import addressable
 
     return addressable(x)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """A copy at an aligned address with the strides of x, which the launches of a plan contain."""
+    copy = x.clone()  # keeps the strides of a tensor without gaps
+    if copy.stride() == x.stride():
+        return copy
+    once = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]  # expanded dimensions
+    room = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device)
+    return room.copy_(once).expand(x.shape)
 
 
 def aligned(x: Tensor) -> Tensor:
