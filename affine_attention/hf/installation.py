@@ -71,8 +71,10 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
     scaled: set[int] = set()
     for site in sites:
         like: Any = site.out_proj.weight
+        # Quantised weights may be bytes; the mechanism has the dtype in which the model computes.
+        dtype = like.dtype if like.dtype.is_floating_point else model.dtype
         layer = AttentionMechanism(
-            mechanism, site.embed_dim, site.num_heads, site.head_dim, device=like.device, dtype=like.dtype
+            mechanism, site.embed_dim, site.num_heads, site.head_dim, device=like.device, dtype=dtype
         )
         if start == "identity":
             with torch.no_grad():

@@ -283,6 +283,11 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             segments = packed_segments(position_ids, inputs.shape[0])
             if not values_are_unknown() and not bool(segments[:, -1].any()):
                 segments = None
+            if segments is not None and "position_ids" not in inspect.signature(type(module).forward).parameters:
+                raise ValueError(
+                    f"position_ids must be left out, got packed documents for {type(module).__name__}, which counts "
+                    "positions itself: later documents would not start at 0; pass one document per row"
+                )
     weights = kwargs.get("output_attentions")
     if weights is None:
         weights = bool(getattr(config, "output_attentions", False))

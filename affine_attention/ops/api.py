@@ -32,6 +32,7 @@ from .fused.plan import (
     why_not_fused,
     why_not_plain,
 )
+from .onnx_export import is_exporting_to_onnx, onnx_attention
 from .reference import reference_attention, reference_finish, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
@@ -450,6 +451,8 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
 
     The operator chooses its route at run time, when the properties of the GPU are known.
     """
+    if impl != "fused" and is_exporting_to_onnx():
+        return onnx_attention(call)
     refusal = "asked for by name" if impl in ("reference", "composed") else why_not_fused(call)
     if refusal is not None:
         if impl == "fused":

@@ -16,6 +16,7 @@ from torch import Tensor
 from .api import attention
 from .finish import NORM_EPS
 from .validation import check_cu_seqlens, check_packed, check_window
+from .weights import SOFTMAX
 
 NO_QUERY, NO_KEY = -1, -2  # segment ids of tokens outside of all documents: they differ, so these see no key
 
@@ -34,6 +35,7 @@ def attention_varlen(
     exclusion: Tensor | float | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = NORM_EPS,
+    weights: str = SOFTMAX,
     is_causal: bool = False,
     window: int | None = None,
     softmax_scale: float | None = None,
@@ -60,7 +62,7 @@ def attention_varlen(
         sink: [H], or [total, H].
         gate: [total, H, D].
         exclusion: a number or [total, H].
-        norm_weight, norm_eps: as in `attention`.
+        norm_weight, norm_eps, weights: as in `attention`.
         is_causal, window: as in `attention`, aligned bottom-right within each document: the last query of a document
             sees its last key.
         softmax_scale, nonnegative_alpha, impl: as in `attention`.
@@ -76,8 +78,8 @@ def attention_varlen(
     check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[0])
     check_window(window)
     settings: dict[str, Any] = {
-        **shared, "norm_weight": norm_weight, "norm_eps": norm_eps, "is_causal": is_causal, "window": window,
-        "softmax_scale": softmax_scale, "nonnegative_alpha": nonnegative_alpha, "impl": impl,
+        **shared, "norm_weight": norm_weight, "norm_eps": norm_eps, "weights": weights, "is_causal": is_causal,
+        "window": window, "softmax_scale": softmax_scale, "nonnegative_alpha": nonnegative_alpha, "impl": impl,
     }  # fmt: skip
     if cu_seqlens_key is None or cu_seqlens_key is cu_seqlens:
         if key.shape[0] != query.shape[0]:

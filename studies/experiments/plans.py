@@ -111,9 +111,8 @@ def plan_e2(given: argparse.Namespace) -> list[Plan]:
     settings |= {"learning_rate": 3e-4, "save_every": 0, "keep_checkpoints": 1, "compile": True}
     settings |= dict(parse_setting(text) for text in given.settings)
     seeds = tuple(given.seeds or SEEDS[:1])
-    return [
-        dataclasses.replace(usual, recipe="convert_gpu", mechanisms=tuple(variants), seeds=seeds, settings=settings)
-    ]
+    plan = dataclasses.replace(usual, recipe="convert_gpu", mechanisms=tuple(variants), seeds=seeds, settings=settings)
+    return [dataclasses.replace(plan, instruments=("all",))]
 
 
 def plan_e4(given: argparse.Namespace) -> list[Plan]:

@@ -54,6 +54,10 @@ SLIDING: dict[str, dict[str, Any]] = {
 
 def plain_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any):
     """A tiny random model of a family, with weights large enough for mechanisms and masks to matter."""
+    if family not in FAMILIES:
+        from .tiny import tiny_model  # imports this module
+
+        return tiny_model(family, dtype, seed)
     config = transformers.AutoConfig.for_model(family, **(FAMILIES[family] | changes))
     torch.manual_seed(seed)
     # The grouped matmul of the experts does not support fp64.
@@ -147,6 +151,8 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
     layer, settings = module.affine, module.affine.mechanism
     heads, repeats = query.shape[1], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if attention_mask is None:  # an encoder without padding: transformers makes no mask
+        attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
     seen = attention_mask.expand(query.shape[0], heads, -1, -1)
     scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
     sink = torch.full((heads,), -torch.inf, dtype=query.dtype) if layer.sink is None else layer.sink
@@ -196,4 +202,4 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
     if layer.gate_proj is not None:
         gate = torch.sigmoid(affine_hidden @ layer.gate_proj.weight.T)
         out = out * gate.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return out.transpose(1, 2), weights
+    return out.transpose(1, 2).contiguous(), weights

@@ -6,10 +6,21 @@ import pytest
 import torch
 import transformers
 
+from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.hf import WeightsNotice, attach, detach
 from affine_attention.hf.families import drops_keywords, find_decoders, find_sites
 
-from .models import FAMILIES, NO_HEAD_DIM, make_model, make_tokens, plain_model, spread
+from .models import (
+    FAMILIES,
+    NO_HEAD_DIM,
+    make_model,
+    make_tokens,
+    mechanisms,
+    oracle,
+    plain_model,
+    running_alphas,
+    spread,
+)
 from .test_attach import assert_equals_oracle
 
 HYBRID = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -110,6 +121,7 @@ def quantised():
         (lambda: shapes("inkling_text"), "passes position_bias to its attention: a learned bias on the scores"),
         (lambda: shapes("doge"), "computes a mask from its values"),
         (lambda: shapes("blt"), "is built from a configuration of a part of the model (BltLocalEncoderConfig)"),
+        (lambda: shapes("zamba"), "has heads of 464 channels, and the operator serves at most 256"),
         (lambda: shapes("moshi"), "self_attn.q_proj is a MoshiLinear, which is more than one linear map"),
         (lambda: shapes("zaya"), "self_attn.qkv_proj is a ZayaCCAProjection, which is more than one linear map"),
         (lw_detr, "is built from a configuration of a part of the model (LwDetrViTConfig)"),
@@ -194,3 +206,81 @@ def test_outputs_are_contiguous_as_those_of_transformers():
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
     model(make_tokens(), attention_mask=mask).logits.sum().backward()
+
+
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGES = {"image_size": 8, "patch_size": 4}
+SPEECH = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (2, 2), "num_feat_extract_layers": 2,
+          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "attention_dropout": 0.0}  # fmt: skip
+SPECIAL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
+# A vision tower, a speech encoder with padding, a text encoder with padding and a text tower that is causal.
+ENCODERS = {
+    "clip_vision": (transformers.CLIPVisionModel, TOWER | IMAGES, {"pixel_values": (2, 3, 8, 8)}),
+    "vit": (transformers.ViTModel, TOWER | IMAGES, {"pixel_values": (2, 3, 8, 8)}),
+    "wav2vec2": (transformers.Wav2Vec2Model, TOWER | SPEECH, {"input_values": (2, 48)}),
+    "eurobert": (transformers.EuroBertModel, TOWER | SPECIAL | {"num_key_value_heads": 2}, {"input_ids": (2, 12)}),
+    "clip_text": (transformers.CLIPTextModel, TOWER | SPECIAL, {"input_ids": (2, 12)}),
+}
+
+
+def encoder(name, mechanism="affine_gated"):
+    kind, settings, inputs = ENCODERS[name]
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**settings)).double().eval()
+    spread(model, 0.3)
+    attach(model, Mechanism.named(mechanism, bias_length=6, running_alpha_start=0.4))
+    spread(model, 0.3)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        name: make_tokens(*shape) if name == "input_ids" else torch.randn(shape, generator=generator).double()
+        for name, shape in inputs.items()
+    }
+    if name in ("wav2vec2", "eurobert"):
+        batch["attention_mask"] = torch.ones(next(iter(inputs.values())), dtype=torch.long)
+        batch["attention_mask"][1, -4:] = 0
+    return model, batch
+
+
+def states(model, batch):
+    model.zero_grad()
+    hidden = model(**batch).last_hidden_state
+    real = batch["attention_mask"].bool() if "input_ids" in batch and "attention_mask" in batch else None
+    hidden = hidden if real is None else hidden[real]
+    (hidden * torch.sin(torch.arange(hidden.numel()).view_as(hidden))).sum().backward()
+    return hidden.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_equal_the_oracle(name):
+    model, batch = encoder(name)
+    mine = states(model, batch)
+    with oracle():
+        truth = states(model, batch)
+    torch.testing.assert_close(mine[0], truth[0], rtol=1e-7, atol=1e-9)
+    for x, y in zip(mine[1], truth[1], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+    assert all(p.grad is not None for layer in mechanisms(model) for p in layer.parameters())
+
+
+def test_an_encoder_sees_in_both_directions_and_a_causal_tower_does_not():
+    for name, causal in (("eurobert", False), ("clip_text", True)):
+        model, batch = encoder(name)
+        batch.pop("attention_mask", None)
+        changed = batch["input_ids"].clone()
+        changed[:, -1] = changed[:, -1] % 60 + 1
+        with torch.no_grad():
+            before = model(**batch).last_hidden_state[:, 0]
+            after = model(input_ids=changed).last_hidden_state[:, 0]
+        assert torch.allclose(before, after) == causal
+
+
+def test_padding_of_an_encoder_does_not_enter_the_running_average():
+    averages = []
+    for length in (8, 12):
+        model, batch = encoder("eurobert")
+        model.train()
+        ids = batch["input_ids"][1:, :length]
+        model(input_ids=ids, attention_mask=batch["attention_mask"][1:, :length]).last_hidden_state.sum().backward()
+        commit_running_alpha(model)
+        averages.append(running_alphas(model))
+    torch.testing.assert_close(*averages)

@@ -104,6 +104,14 @@ def test_other_numbers_of_keys_are_aligned_to_the_end_of_each_document(device, n
     check(leaves, grad_out, QUERIES, KEYS, ends, options)
 
 
+@pytest.mark.parametrize("keys", [None, KEYS])
+def test_other_functions_of_the_scores_are_served(keys):
+    queries = SAME if keys is None else QUERIES
+    leaves, grad_out = make(queries, keys or queries, ROWS["affine"])
+    ends = {"cu_seqlens": cumulative(queries)} | ({} if keys is None else {"cu_seqlens_key": cumulative(keys)})
+    check(leaves, grad_out, queries, keys or queries, ends, {"is_causal": True, "weights": "sigmoid"})
+
+
 @pytest.mark.parametrize("options", VISIBILITIES, ids=lambda x: "+".join(x) or "full")
 @pytest.mark.parametrize("keys", [None, KEYS])
 def test_padding_after_the_last_document_sees_nothing_and_is_not_seen(options, keys):

@@ -137,6 +137,7 @@ def test_e2_converts_the_teacher_with_and_without_pressure(places, tmp_path, mon
         assert is_done(run)
         recipe = run.recipe()
         assert (recipe.student, recipe.sink_pressure, recipe.learning_rate) == (str(places[1]), pressure, 3e-4)
+        assert set(read_json(run.evaluation_file)["instruments"]) == {"eviction", "quantisation", "length"}
         first[name] = run.log()[0]["loss"]
     # The student starts as its teacher: the distillation loss of the first step is rounding.
     assert first["affine-seed0"] == pytest.approx(0, abs=1e-5)

@@ -19,7 +19,7 @@ def test_numbers_are_integers_times_a_scale():
     scale = 100 / 127
     torch.testing.assert_close(whole, (x / scale).round() * scale)
     assert quantise(x.bfloat16(), 8, None).dtype == torch.bfloat16
-    assert len(quantise(torch.randn(10_000), 4, None).unique()) == 15
+    assert len(quantise(torch.linspace(-1, 1, 1000), 4, None).unique()) == 15
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -18,7 +18,7 @@ from affine_attention.lab.training.tensorfile import read_tensors
 from affine_attention.lab.training.train import train
 from tests.nn.test_distributed import free_port
 
-from .runs import differences, log_without_timing, tiny_recipe, write_text
+from .runs import differences, log_without_timing, losses, tiny_recipe, write_text
 
 # The ranks sum gradients and loss in another order than one rank. Adam divides by the root of the mean square, so a
 # gradient near 0 with another rounding error moves its weight differently; a small rate keeps the losses together.
@@ -104,7 +104,11 @@ def check(place: Path, world: int, size: int, *names: str) -> None:
         for key, x in stored.items():
             torch.testing.assert_close(others[key], x, rtol=0, atol=1e-4, msg=f"{name}: {key}")
     assert RunFolder(place / f"documents-{world}-{size}").manifest()["ranks"] == world
-    assert not differences(place / f"again-{world}-{size}", place / f"documents-{world}-{size}")
+    again, whole = place / f"again-{world}-{size}", place / f"documents-{world}-{size}"
+    if world == 2:
+        assert not differences(again, whole)
+    # DDP regroups its buckets after a first step, and with four ranks that changes the order of their sums.
+    assert losses(again) == pytest.approx(losses(whole), rel=LOSS)
 
 
 def test_two_ranks_that_share_each_sequence_equal_one(place):
