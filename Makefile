@@ -4,14 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack hf-suite sanitize hub-kernel wheel clean
+.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack hf-suite sanitize hub-kernel wheel clean test-newest
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
 
-# The page docs/study-report.html and the tables docs/study-tables.md, from the stored runs.
+# The page docs/study-report.html, the tables docs/study-tables.md and those in docs/study.md, from the stored runs.
 study-report: $(READY)
 	$(RUN) -m affine_attention report studies/smollm2/*0m/*/ -o docs/study-report.html --markdown docs/study-tables.md
+	$(RUN) -m studies.smollm2.details
 
 # The documentation site, into site/. The variable silences an announcement of the theme, which is no warning of the build.
 docs: $(READY)
@@ -29,6 +30,14 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pytest -m "slow or not slow"
+
+# The tests of affine_attention.hf with the newest transformers, accelerate, peft and trl, in an environment of their own.
+NEWEST := .venv-newest
+NEWEST_TESTS := $(addprefix tests/hf/test_,accelerate.py adapters.py attach.py callback.py classes.py composite.py \
+	continuous_batching.py dropout.py eviction.py families.py generation.py installation.py interface.py keywords.py loading.py \
+	masks.py paged.py sequence.py serving.py students.py token_mixing.py training.py)
+test-newest: $(NEWEST)/.ready
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -70,5 +79,11 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $(READY)
 
+$(NEWEST)/.ready: pyproject.toml constraints-newest.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt "setuptools>=77"
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --no-build-isolation --editable ".[test]"
+	touch $(NEWEST)/.ready
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -121,7 +121,11 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         from .lab.estimate import describe_run
 
-        _say(describe_run(built.located(folder), ranks=1 if options.ranks is None else options.ranks))
+        _say(
+            describe_run(
+                built.located(folder), ranks=built.sequence_parallel if options.ranks is None else options.ranks
+            )
+        )
         return 0
     from .lab.training import train
 
@@ -175,6 +179,15 @@ def _add_evaluate(commands: Any) -> None:
     _add_engine(parser)
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--output", type=_path, help="output file for a checkpoint outside of a run")
+    _add_instruments(parser)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences for the instruments (default: 8)")
+
+
+def _add_instruments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--instruments", help="all, or some of eviction,quantisation,length: losses without the first key, in low "
+        "precision, and by position",
+    )  # fmt: skip
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +203,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from .lab.evaluation import evaluate, format_evaluation
 
     sets = dict(_pair(text) for text in options.perplexity)
-    tasks = None if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    tasks = _names(options.tasks)
     cache: dict[Any, Any] = {}  # task data is tokenised once for all runs
     for run in options.runs:
         found = evaluate(
@@ -204,6 +217,8 @@ def _evaluate(options: argparse.Namespace) -> int:
             engine=options.engine,
             device=options.device,
             output=options.output,
+            instruments=_names(options.instruments),
+            sequences=options.sequences,
             cache=cache,
         )
         _say(format_evaluation(run, found))
@@ -361,7 +376,9 @@ def _add_study(commands: Any) -> None:
     parser = _command(commands, "study", "train one student per mechanism and seed, evaluate, inspect, report", _study)
     _add_recipe_options(parser, "change a setting; KEY=A,B,C trains every student with each value; repeatable")
     parser.add_argument(
-        "--mechanisms", default="softmax,sink,gated,affine,affine_gated", help="comma-separated (default: %(default)s)"
+        "--mechanisms",
+        default="softmax,sink,gated,affine,affine_gated",
+        help="comma-separated, or `all` presets (default: %(default)s)",
     )
     parser.add_argument("--seeds", default="0", help="comma-separated numbers (default: 0)")
     parser.add_argument("--teacher-steps", type=int, metavar="N", help="steps of the teacher, if the study trains one")
@@ -372,6 +389,7 @@ def _add_study(commands: Any) -> None:
     parser.add_argument("--tasks", help="comma-separated, or `paper`; offline use needs --task-data")
     parser.add_argument("--task-data", type=_path, metavar="DIR", help="folder of task files, for offline use")
     _add_engine(parser)
+    _add_instruments(parser)
     parser.add_argument(
         "--parallel", type=int, default=1, metavar="N", help="students at a time, each in its own process"
     )
@@ -383,20 +401,22 @@ def _add_study(commands: Any) -> None:
 
 def _study(options: argparse.Namespace) -> int:
     from .study import Plan, parse_settings, run_study
+    from .study.plan import named_mechanisms
 
     sources = _source_settings(options)
     settings, sweeps = parse_settings(options.settings)
     plan = Plan(
         recipe=options.recipe,
-        mechanisms=tuple(name for name in options.mechanisms.split(",") if name),
+        mechanisms=named_mechanisms(options.mechanisms),
         seeds=tuple(_whole(seed) for seed in options.seeds.split(",") if seed),
         settings=sources | settings,
         sweeps=sweeps,
         teacher_steps=options.teacher_steps,
         perplexity=dict(_pair(text) for text in options.perplexity),
-        tasks=None if options.tasks is None else tuple(name for name in options.tasks.split(",") if name),
+        tasks=_names(options.tasks),
         task_data=options.task_data,
         engine=options.engine,
+        instruments=_names(options.instruments) or (),
     )
     if options.plan:
         _say(plan.describe())
@@ -470,6 +490,10 @@ def _pair(text: str) -> tuple[str, str]:
     if not (file if equals else text).strip():
         raise ValueError(f"--perplexity must name a file, got {text!r}; is a variable unset?")
     return (name, file) if equals else (Path(text).name.split(".")[0], text)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(name for name in text.split(",") if name)
 
 
 def _whole(text: str) -> int:

@@ -160,7 +160,9 @@ def make_inputs(case: Case) -> Inputs:
         elif part == "exclusion":
             tensors["exclusion"] = 0.9 + 0.3 * normal(*shape_q[:3])
         elif part in ("norm", "head_norm"):
-            tensors["norm_weight"] = 1 + 0.3 * normal(*((case.dim,) if part == "norm" else (case.heads, case.dim)))
+            # The norm multiplies gradients by the inverse of a small output; this keeps those of beta below 65504.
+            weight = normal(*((case.dim,) if part == "norm" else (case.heads, case.dim)))
+            tensors["norm_weight"] = (1 + 0.3 * weight) / 64
         else:
             raise ValueError(f"extra must combine {', '.join(EXTRAS)} with '+', got {part!r}")
     visible = _make_visibility(case, generator)
@@ -310,7 +312,9 @@ def _plain_finish(out: Tensor, value: Tensor, rows: dict[str, Tensor], seen: Ten
         before = max(out.shape[2] - value.shape[2], 0)
         own = torch.nn.functional.pad(value, (0, 0, before, 0))[:, :, before + value.shape[2] - out.shape[2] :]
         sees_own = torch.nn.functional.pad(seen, (before, 0)).diagonal(seen.shape[3] + before - seen.shape[2], -2, -1)
-        direction = torch.nn.functional.normalize(own.masked_fill(~sees_own[..., None], 0), dim=-1)
+        own = own.masked_fill(~sees_own[..., None], 0)
+        length = torch.linalg.vector_norm(own, dim=-1, keepdim=True)
+        direction = own / length.masked_fill(length == 0, 1)
         out = out - rows["exclusion"][..., None] * (out * direction).sum(-1, keepdim=True) * direction
     if "norm_weight" in rows:
         wide = out.to(row_dtype(out.dtype))

@@ -9,6 +9,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
 import shlex
@@ -68,6 +69,11 @@ def check_command(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, w
             at = rest.index("-m")
             assert rest[at + 1] == "affine_attention"
             check_affine(rest[at + 2 :], monkeypatch)
+        case ["transformers", "serve", _, *rest]:  # tests/hf/test_serving.py runs it
+            from transformers.cli.serve import Serve
+
+            options = [word.removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")]
+            assert set(options) <= set(inspect.signature(Serve).parameters)
         case ["python", "-m", module, *rest]:
             check_module(module, rest if whole else None, monkeypatch)
         case _:
@@ -90,12 +96,17 @@ def check_affine(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         words = [*words, "--dry-run"]
     elif options.command == "study" and "--plan" not in words:
         words = [*words, "--plan"]
-    elif options.command in ("report", "gradients"):
+    elif options.command in ("report", "compare", "gradients"):
         monkeypatch.setattr(sys, "argv", ["affine"])
         words = [words[0], *STORED, *(word for word in words[1:] if not word.startswith(("runs/", "studies/")))]
         Path("docs").mkdir(exist_ok=True)
+    elif options.command == "publish":
+        words = [words[0], tiny_run(), *words[2:]]
     elif options.command in ("evaluate", "inspect"):
         words = [words[0], tiny_run(), "--device", "cpu", *small_options(words[1:])]
+    elif options.command == "convert":
+        at = words.index("--out")
+        words = ["convert", tiny_checkpoint(), "--device", "cpu", *words[2:at], "--out", tempfile.mkdtemp() + "/out"]
     elif options.command == "cache":
         words = [*words, "--cache", "cache"]
     if options.command not in PARSED_ONLY:
@@ -117,10 +128,24 @@ def tiny_run() -> str:
     return str(folder / "run")
 
 
+@functools.cache
+def tiny_checkpoint() -> str:
+    """A plain llama without a tokenizer."""
+    import transformers
+
+    folder = tempfile.mkdtemp()
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def small_options(words: list[str]) -> list[str]:
     """The options for a tiny run: its text for every corpus, few sequences. Tasks have tests of their own."""
     text = str(Path(tiny_run()).parent / "stories.txt")
-    small = {"--sequences": "2", "--length": "32"}
+    small = {"--sequences": "2", "--length": "32", "--instruments": words[words.index("--instruments") + 1]
+             if "--instruments" in words else ""}  # fmt: skip
     kept: list[str] = []
     for option, value in itertools.pairwise([*words, ""]):
         if option == "--perplexity":
@@ -128,7 +153,7 @@ def small_options(words: list[str]) -> list[str]:
         elif option in small:
             kept += [option, small[option]]
         else:
-            assert not option.startswith("-") or option in ("--tasks", "--task-data"), option
+            assert not option.startswith("-") or option in ("--tasks", "--task-data", "--output"), option
     return [*kept, *(["--limit", "2"] if "--perplexity" in kept else [])]
 
 

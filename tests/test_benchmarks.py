@@ -93,6 +93,29 @@ def attention_cases():
     return [Case("affine"), Case("sink", queries=7, keys=7)]
 
 
+def test_serving_benchmark_writes_its_table(tmp_path, monkeypatch):
+    from benchmarks import serving
+
+    monkeypatch.setenv("AFFINE_RESULTS", str(tmp_path))
+    options = ["--device", "cpu", "--quick", "--write", "--rounds", "1", "--mechanisms", "affine", "sink"]
+    monkeypatch.setattr(sys, "argv", ["serving", *options])
+    serving.main()
+    (file,) = tmp_path.iterdir()
+    rows = {row[0]: row for row in readme.rows_of(file)[1:]}
+    assert float(rows["plain, on SDPA"][2]) == 1
+    assert float(rows["affine"][2]) > 0
+    assert float(rows["sink"][1].replace(",", "")) > 0
+
+
+def test_serving_benchmark_has_pages_for_all_requests():
+    from benchmarks.serving import QUICK, WHOLE
+
+    for sizes in (QUICK, WHOLE):
+        assert len(sizes.lengths) == sizes.requests
+        assert (sizes.lengths[0], sizes.lengths[-1]) == (sizes.shortest, sizes.longest)
+        assert sizes.pages * sizes.page >= sum(sizes.lengths) + sizes.requests * sizes.new_tokens
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()

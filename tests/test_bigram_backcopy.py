@@ -126,4 +126,9 @@ def test_the_command_prints_a_table_and_refuses_an_unknown_mechanism(monkeypatch
     monkeypatch.setattr(sys, "argv", ["bigram_backcopy", "--mechanisms", "softmax", "afine"])
     with pytest.raises(ValueError, match=r"mechanism must be one of .*, got 'afine'"):
         command.main()
+    monkeypatch.setattr(sys, "argv", ["bigram_backcopy", "--mechanisms", "softmax", "signed_weights"])
+    with pytest.raises(
+        ValueError, match="must have softmax weights, whose part on <s> is measured, got 'signed_weights'"
+    ):
+        command.main()
     assert not capsys.readouterr().out

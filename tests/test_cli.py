@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from affine_attention.cli import main
 
@@ -50,7 +51,11 @@ def test_train_evaluate_inspect_report(run, text, tmp_path, capsys):
     assert main(["evaluate", str(run), "--perplexity", f"own={text}", "--limit", "3", "--device", "cpu"]) == 0
     assert "own" in capsys.readouterr().out
     assert main(["inspect", str(run), "--sequences", "2", "--length", "32", "--device", "cpu"]) == 0
-    assert "row sum" in capsys.readouterr().out
+    inspected = capsys.readouterr().out
+    assert all(words in inspected for words in ("row sum", "sink rate", "largest activation", "spread of alpha"))
+    few = ["--instruments", "all", "--sequences", "2", "--device", "cpu"]
+    assert main(["evaluate", str(run), *few]) == 0
+    assert "first key evicted after 64 tokens" in capsys.readouterr().out
     assert main(["gradients", str(run)]) == 0
     assert "4 gradient norms" in capsys.readouterr().out
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
@@ -67,6 +72,25 @@ def test_the_folder_holds_what_a_reader_needs(run):
     assert manifest["versions"]["torch"]
     assert manifest["data"]["fingerprint"]
     assert len((run / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_convert_prints_what_changed(tmp_path, capsys):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    options = ["--mechanism", "affine", "--set", "bias_length=4096", "--out", str(tmp_path / "new"), "--device", "cpu"]
+    assert main(["convert", str(tmp_path / "plain"), *options]) == 0
+    text = capsys.readouterr().out
+    assert "+256," in text
+    assert (
+        "output projections multiplied by 2: model.layers.0.self_attn.o_proj .. model.layers.1.self_attn.o_proj" in text
+    )
+    assert "on 256 tokens of random ids" in text
+    assert (
+        json.loads((tmp_path / "new" / "config.json").read_text())["affine_attention"]["mechanism"]["bias_length"]
+        == 4096
+    )
 
 
 def test_a_dry_run_starts_nothing(tmp_path, capsys):
@@ -92,6 +116,15 @@ def test_a_dry_run_starts_nothing(tmp_path, capsys):
         (["evaluate", "nowhere"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
+        (["convert", "not/a/checkpoint", "--out", "new"], "checkpoint 'not/a/checkpoint' does not exist"),
+        (["convert", ".", "--out", "new"], "checkpoint '.' has no config.json"),
+        (["convert", ".", "--out", "."], ". already exists and is not overwritten"),
+        (["convert", ".", "--out", "new", "--mechanism", "sink"], "a sink reduces the weight of every key"),
+        (["convert", ".", "--out", "new", "--set", "bias_lenght=7"], "did you mean 'bias_length'?"),
+        (["evaluate", "nowhere", "--instruments", "evicton"], "did you mean 'eviction'?"),
+        (["study", "--instruments", "evicton"], "did you mean 'eviction'?"),
+        (["train", "--recipe", "convert_gpu", "--device", "cpu", "--set", "student=lama-1m"], "OWNER/NAME on the hub"),
+        (["train", "--set", "sink_pressure=first"], "sink_pressure must be one of 'first_key', 'window' or none"),
         (["gradients", "nowhere"], "nowhere"),
         (["study", "--mechanisms", "softmax,afine"], "did you mean 'affine'?"),
         (["study", "--seeds", "one"], "a seed must be an integer, got 'one'"),

@@ -157,9 +157,14 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
 
     with pytest.raises(FileExistsError, match="already exists"), creating_folder(target):
         raise AssertionError("not reached")
-    with pytest.raises(KeyboardInterrupt), creating_folder(tmp_path / "other") as folder:
-        (folder / "b.txt").write_text("b")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with creating_folder(tmp_path / "other") as folder:
+            (folder / "b.txt").write_text("b")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with pytest.raises(FileExistsError), creating_folder(tmp_path / "other") as folder:
         (tmp_path / "other").mkdir()  # by another process
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "other"]

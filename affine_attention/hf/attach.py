@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..nn import AttentionMechanism, Mechanism
+from ..nn.attention import check_shared_values
 from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class, mark_part, unmark_part
 from .composite import decoder_config, own_configs
@@ -58,6 +59,11 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
     sites = find_sites(model)  # raise for unsupported models before changing anything
     if start == "identity":
         check_identity(sites)
+    if mechanism.differential:
+        settings = decoder_config(model.config)
+        check_shared_values(
+            sites[0].num_heads, getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
+        )
     own_configs(model)
     config: Any = model.config
     text = decoder_config(config)

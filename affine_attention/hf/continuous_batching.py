@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ..nn.attention import subtract_next
 from .families import find_decoders
 from .interface import PAGED, SLOT
 from .keywords import refuse_unknown
@@ -106,12 +107,17 @@ def why_not_served(model: Any, modules: list[tuple[str, Any]]) -> str | None:
     if getattr(config, "sliding_window", None) == 1:
         return "sliding_window must not be 1, which the paged cache takes for full attention"
     layers = [getattr(module, "layer_idx", None) for _, module in modules]
+    expected = _key_width(config)
+    if expected is None:
+        return "its heads differ from layer to layer, and the paged cache has one size"
     for name, module in modules:
         if "cycle_offset" in type(module).forward.__code__.co_varnames:
             return f"{name} is called several times in a forward, and the paged cache has room for one call"
-        width, expected = getattr(getattr(module, "k_proj", None), "out_features", None), _key_width(config)
+        width = getattr(getattr(module, "k_proj", None), "out_features", None)
         if width not in (None, expected):
             return f"{name}.k_proj has {width} output features, and the paged cache has room for {expected}"
+        if getattr(module, "kv_dim", expected) != expected:  # gpt_bigcode
+            return f"{name} has keys of {module.kv_dim} channels, and the paged cache has room for {expected}"
         layer = module._modules.get(SLOT)
         if layer is not None and layer.sequence is not None:
             return "it is sequence-parallel; call remove() of the handle that sequence_parallel returned"
@@ -125,10 +131,14 @@ def why_not_served(model: Any, modules: list[tuple[str, Any]]) -> str | None:
     return None
 
 
-def _key_width(config: Any) -> int:
-    """The channels of all keys of a token, as the paged cache reads them from a configuration."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads))
+def _key_width(config: Any) -> int | None:
+    """The channels of all keys of a token, as the paged cache reads them from a configuration; None if they differ."""
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    except RuntimeError:  # what a configuration with different layers raises for its sizes (gemma4)
+        return None
+    return int(heads * head_dim)
 
 
 def paged_attention(
@@ -152,7 +162,13 @@ def paged_attention(
     refuse_unknown(type(module).__name__, unread | {"dropout": dropout or None}, "use generate")
     index: Any = module.layer_idx
     rows = layer.rows(affine_hidden, batch.divisor(layer.mechanism, index), None)._asdict()
-    return batch.attend(index, query, key, value, rows, scaling), None
+    query, key, scaling = layer.scored(query, key, scaling)  # the paged cache holds the keys of the scores
+    out = batch.attend(index, query, key, value, rows, scaling)
+    groups = key.shape[1]
+    difference = layer.difference(affine_hidden, groups)
+    if difference is not None:
+        out = subtract_next(out.transpose(1, 2), difference, groups).transpose(1, 2)
+    return out, None
 
 
 def check_batch(module: Any, batch: Any, mask: Tensor | None, others: dict[str, Any]) -> PagedBatch:

@@ -1,7 +1,8 @@
-"""Makes masks that hide keys which an attached model usually sees: the first key of a document, or all but a window.
+"""Hides keys that a model usually sees: masks for training, and a cache without its first key for evaluation.
 
-The masks are the codes of masks.py. The caller passes one as `attention_mask`, and transformers hands a mask of four
-dimensions to every layer unchanged. No T x T tensor is made.
+A first key that is hidden from every later query costs a pretrained model nothing: the second token then sees only
+itself, as a first token does, and becomes the sink. The key must be evicted after other tokens have seen it, as a
+cache of limited size does (docs/decisions/0053).
 """
 
 from __future__ import annotations
@@ -10,34 +11,68 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .masks import KEY_CODE, SEGMENT_CODE, packed_segments
 
 
 def eviction_mask(
-    input_ids: Tensor, position_ids: Tensor | None = None, *, first_key: bool = False, window: int | None = None
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    first_key_after: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The `attention_mask` of an attached model under which keys are hidden; without padding and without a cache.
 
-    >>> model(input_ids, attention_mask=eviction_mask(input_ids, first_key=True))  # doctest: +SKIP
+    >>> model(input_ids, attention_mask=eviction_mask(input_ids, first_key_after=16))  # doctest: +SKIP
 
     Args:
         input_ids: [B, T].
         position_ids: [B, T] if documents are packed: a document starts wherever a position does not follow the
             previous one. They must be passed to the model as well.
-        first_key: True hides the first key of each document from all later queries; the first query still sees it.
-        window: each query sees itself and the `window` - 1 keys before it.
+        first_key_after: the first key of a document is visible to its first `first_key_after` tokens, and hidden from
+            all later ones. This is a boolean mask of T x T (B x T x T with packed documents).
+        window: each query sees itself and the `window` - 1 keys before it. This is a code of masks.py, without a T x T
+            tensor.
     """
-    if not first_key and window is None:
-        raise ValueError("eviction_mask needs first_key=True or a window, got neither: no key would be hidden")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be an integer of at least 1, got {window!r}")
+    if (first_key_after is None) is (window is None):
+        raise ValueError(
+            f"eviction_mask needs either first_key_after or window, got first_key_after={first_key_after!r} and "
+            f"window={window!r}"
+        )
+    for name, value in (("first_key_after", first_key_after), ("window", window)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     batch, length = input_ids.shape
-    if position_ids is None and not first_key:
-        columns = torch.ones(1, 0, dtype=KEY_CODE, device=input_ids.device)
-    else:
-        columns = _segments(position_ids, batch, length, input_ids.device, first_key)
-    return columns[:, None, None].expand(-1, (window or 0) + 1, -1, -1)
+    documents = torch.zeros(1, length, dtype=SEGMENT_CODE, device=input_ids.device)
+    if position_ids is not None:
+        documents = packed_segments(position_ids, batch).to(SEGMENT_CODE)
+    if window is not None:
+        columns = documents if position_ids is not None else torch.ones(1, 0, dtype=KEY_CODE, device=input_ids.device)
+        return columns[:, None, None].expand(-1, window + 1, -1, -1)
+    assert first_key_after is not None
+    order_T = torch.arange(length, device=input_ids.device)
+    starts_BT = torch.ones_like(documents, dtype=torch.bool)
+    starts_BT[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    place_BT = order_T - torch.where(starts_BT, order_T, 0).cummax(1).values  # of a token in its document
+    seen = (order_T[:, None] >= order_T) & (documents[:, :, None] == documents[:, None])
+    seen &= ~(starts_BT[:, None] & (place_BT[:, :, None] >= first_key_after))
+    return seen[:, None]
+
+
+def without_first_key(cache: Any) -> DynamicCache:
+    """The cache, in place, without the key and the value of its first token in every layer.
+
+    Raises ValueError for a cache that does not hold all keys of every layer.
+    """
+    layers: list[Any] = getattr(cache, "layers", [])
+    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in layers):
+        raise ValueError(f"the first key cannot be removed from a {type(cache).__name__} with sliding or other layers")
+    for layer in layers:
+        layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+    return cache
 
 
 def check_can_evict(config: Any, length: int) -> None:
@@ -52,18 +87,3 @@ def check_can_evict(config: Any, length: int) -> None:
                 f"keys cannot be hidden from a model with layers of {name} = {own} below the length {length}: the mask "
                 "would replace that of the layers; use shorter sequences"
             )
-
-
-def _segments(position_ids: Tensor | None, batch: int, length: int, device: torch.device, first_key: bool) -> Tensor:
-    """Segment ids [B, T]: documents, with the first token of each as a segment of its own if `first_key`."""
-    if position_ids is None:
-        documents = torch.zeros(batch, length, dtype=SEGMENT_CODE, device=device)
-    else:
-        documents = packed_segments(position_ids, batch).to(SEGMENT_CODE)
-    if not first_key:
-        return documents
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    after = torch.zeros_like(starts)
-    after[:, 1:] = starts[:, :-1]
-    return (starts | after).to(SEGMENT_CODE).cumsum(1)

@@ -187,7 +187,9 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
                 f"{name}.{label} is a {type(proj).__name__}, which is more than one linear map of the hidden state: "
                 "its size and input say nothing about the gates of a head",
             )
-        if not isinstance(proj, nn.Linear | Conv1D) or not proj.weight.dtype.is_floating_point:
+        # A Linear that transformers has quantised (bitsandbytes) holds bytes, and still maps in_ to out_features.
+        has_sizes = isinstance(proj, nn.Linear) and is_quantised(model)
+        if not isinstance(proj, nn.Linear | Conv1D) or not (proj.weight.dtype.is_floating_point or has_sizes):
             raise _refusal(
                 model,
                 f"{name}.{label} is a {type(proj).__name__}: mechanisms need unquantised projections without adapters",
@@ -210,12 +212,21 @@ def _site(name: str, module: nn.Module, model: PreTrainedModel, config: Any) -> 
     return Site(name, module, out_proj, embed_dim, num_heads, head_dim)
 
 
+def is_quantised(model: PreTrainedModel) -> bool:
+    """True if transformers has quantised the weights of a model, or does so while it loads them."""
+    configured = getattr(model.config, "quantization_config", None) is not None
+    return configured or getattr(model, "hf_quantizer", None) is not None
+
+
 def _refuse_model(model: PreTrainedModel, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise _refusal(model, "it is an encoder-decoder, or a part of one")
-    quantised = getattr(model.config, "quantization_config", None) is not None
-    if quantised or getattr(model, "hf_quantizer", None) is not None:
-        raise _refusal(model, "its weights are quantised", "load it without a quantization_config")
+    if is_quantised(model) and any(parameter.is_meta for parameter in model.parameters()):
+        raise _refusal(
+            model,
+            "its weights are quantised while they are loaded, and those of the mechanism with them",
+            "load the plain model with the quantization_config and attach the mechanism to it",
+        )
     if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
         raise _refusal(model, "it adds ALiBi biases to the scores, which no mechanism supports")
     for name in ("attn_logit_softcapping", "attn_logit_softcap"):

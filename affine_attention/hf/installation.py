@@ -27,11 +27,14 @@ def check_start(mechanism: Mechanism, start: str) -> None:
             f'start="identity" does not work for {mechanism.name!r}: a sink reduces the weight of every key, whatever '
             'its value; use start="fresh", with sink_start=-10 for a sink that starts nearly closed'
         )
-    if mechanism.differential:
-        raise ValueError(
-            f'start="identity" does not work for {mechanism.name!r}: each head subtracts a part of another head, also '
-            'at the start; use start="fresh"'
-        )
+    for name in ("weights", "differential", "head_norm", "exclusion"):
+        if getattr(mechanism, name) not in (None, False, "softmax", "learned"):
+            part = f"{name}={getattr(mechanism, name)!r}"
+            hint = ', or exclusion="learned", which starts at 0' if name == "exclusion" else ""
+            raise ValueError(
+                f'start="identity" does not work for {mechanism.name!r}: {part} changes the outputs at the start; '
+                f'use start="fresh"{hint}'
+            )
     if mechanism.alpha_rule is not None and mechanism.alpha_rule.scores == "constant":
         raise ValueError(
             f'start="identity" does not work for {mechanism.name!r}: an alpha that is always '
@@ -68,8 +71,10 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
     scaled: set[int] = set()
     for site in sites:
         like: Any = site.out_proj.weight
+        # Quantised weights may be bytes; the mechanism has the dtype in which the model computes.
+        dtype = like.dtype if like.dtype.is_floating_point else model.dtype
         layer = AttentionMechanism(
-            mechanism, site.embed_dim, site.num_heads, site.head_dim, device=like.device, dtype=like.dtype
+            mechanism, site.embed_dim, site.num_heads, site.head_dim, device=like.device, dtype=dtype
         )
         if start == "identity":
             with torch.no_grad():

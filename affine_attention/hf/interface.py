@@ -19,10 +19,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import Coefficients, real_tokens, subtract_pairs
+from ..nn.attention import Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
+from ..ops.finish import NORM_EPS, Finish
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
+from .own_values import finish_with, own_keys
 from .paged import PagedBatch
 from .parallel import check_no_hidden_sharding, own_sink
 
@@ -162,7 +164,8 @@ def affine_attention(
     arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
     if num_keys < key.shape[2]:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
-    alpha = beta = sink = gate = difference = None
+    alpha = beta = sink = gate = difference = exclusion = norm_weight = None
+    function = "softmax"
     if not layer.is_plain:
         sink = layer.sink
         if sink is not None:
@@ -173,34 +176,49 @@ def affine_attention(
             out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        alpha, beta, token_sink, gate = layer.rows(affine_hidden, divisor, token_mask)
+        rows = layer.rows(affine_hidden, divisor, token_mask)
+        alpha, beta, token_sink, gate, exclusion, norm_weight, function = rows
+        if function == "softplus":
+            query, key, scaling = layer.scored(query, key, scaling)
         if sink is None:
             sink = token_sink
         if layer.mechanism.differential:
-            difference = layer.difference(affine_hidden, key.shape[1])
+            num_kv_heads = key.shape[1]
+            difference = layer.difference(affine_hidden, num_kv_heads)
         if alpha is not None and alpha.shape[1] != query.shape[1]:
             # Tensor parallelism: a constant alpha has no parameter that would tell the layer how its heads are split.
             alpha = alpha[:, : query.shape[1]]
     if layer.observer is not None:
         layer.observer(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
-            softmax_scale=scaling, token_mask=token_mask, **arguments,
+            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+            norm_weight=norm_weight, weights=function, difference=difference, softmax_scale=scaling,
+            token_mask=token_mask, **arguments,
         )  # fmt: skip
     if sequence is not None:
-        rows = Coefficients(alpha, beta, sink, gate)
-        query, key, value, (alpha, beta, sink, gate) = sequence.to_heads(query, key, value, rows)
+        rows = Coefficients(alpha, beta, sink, gate, exclusion, norm_weight, function)
+        query, key, value, rows = sequence.to_heads(query, key, value, rows)
+        alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
+    own = None if exclusion is None else own_keys(arguments, query.shape[2], key.shape[2])
+    parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
+    if own is not None:
+        exclusion = norm_weight = gate = None
     out = attention(
-        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, softmax_scale=scaling,
+        query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+        norm_weight=norm_weight, weights=function, softmax_scale=scaling,
         nonnegative_alpha=layer.nonnegative_alpha, impl=affine_impl, **arguments,
     )  # fmt: skip
+    if own is not None:
+        out = finish_with(out, value, own, parts, affine_impl)
     if sequence is not None:
         out = sequence.to_part(out)
     weights = None
     if affine_weights:
-        weights = attention_weights(query, key, alpha=alpha, beta=beta, sink=sink, softmax_scale=scaling, **arguments)
+        weights = attention_weights(
+            query, key, alpha=alpha, beta=beta, sink=sink, weights=function, softmax_scale=scaling, **arguments
+        )
     if difference is not None:
-        out = subtract_pairs(out, difference)
-        weights = None if weights is None else subtract_pairs(weights, difference)
+        out = subtract_next(out, difference, num_kv_heads)
+        weights = None if weights is None else subtract_next(weights, difference, num_kv_heads)
     # Contiguous like transformers' own: a model may use view (afmoe does).
     return out.transpose(1, 2).contiguous(), weights
 
@@ -297,6 +315,7 @@ def check_implementation(config: Any) -> None:
 
 def own_implementation(name: Any) -> str:
     """The name of ours that a name of transformers chooses on an attached model: never plain softmax."""
+    given = name
     if isinstance(name, str):
         name = name.removeprefix("paged|")  # continuous batching switches by itself
     if name is None or name in OPERATOR_IMPL or name == PAGED:
@@ -307,7 +326,7 @@ def own_implementation(name: Any) -> str:
         return f"{IMPLEMENTATION}_composed"
     if isinstance(name, str) and "flash" in name and "|" not in name:
         return f"{IMPLEMENTATION}_fused"
-    raise ValueError(_unknown_implementation(name))
+    raise ValueError(_unknown_implementation(given))
 
 
 def _unknown_implementation(name: Any) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, packed_sequence_mask_function, sdpa_mask
 from transformers.masking_utils import sliding_window_causal_mask_function as sliding_mask_function
 
@@ -209,12 +210,16 @@ def _pattern(
 
 def _parts(mask_function: MaskFunction) -> list[MaskFunction]:
     """Returns the functions that a pattern of transformers combines with `and`."""
-    if getattr(mask_function, "__code__", None) is not _AND_CODE:
+    code = getattr(mask_function, "__code__", None)
+    if code is _REMAP_CODE:
+        return _parts(_closed_over(mask_function))
+    if code is not _AND_CODE:
         return [mask_function]
     return [leaf for part in _closed_over(mask_function) for leaf in _parts(part)]
 
 
 def _closed_over(function: Any) -> Any:
+    """The first variable of an enclosing function, in the order of their names."""
     return function.__closure__[0].cell_contents
 
 
@@ -222,6 +227,10 @@ def _closed_over(function: Any) -> Any:
 # differently, it is not recognised and gets the dense mask, which is slower but correct.
 _SLIDING = sliding_mask_function(1)
 _AND_CODE = _SLIDING.__code__
+# Newer versions count positions from the start of each document, where documents are packed. The difference of two
+# positions of one document is that of their places in the row, so causality and windows stay as they are.
+_REMAP: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAP_CODE = _REMAP(causal_mask_function, torch.zeros(1, 1)).__code__ if _REMAP is not None else object()
 _PACKED_CODE = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 # The closures of a function that is traced cannot be read, its name can: plain causal, or parts joined with `and`.
 _TRACED_NAMES = (causal_mask_function.__name__, _SLIDING.__name__)

@@ -214,7 +214,6 @@ class PagedBatch:
             out[:, :, tokens] = attention(
                 query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], **_of_tokens(rows, tokens),
                 segment_ids=segments, is_causal=True, window=store.window, softmax_scale=softmax_scale,
-                nonnegative_alpha=True,
             )  # fmt: skip
         if kinds.decoding is not None:
             tokens, lengths, index = kinds.decoding
@@ -234,7 +233,7 @@ class PagedBatch:
             keys, values = (x[:, :, first_key : first_key + request.keys] for x in cached)
             out[:, :, own] = attention(
                 query[:, :, own], keys, values, **_of_tokens(rows, own), is_causal=True, window=store.window,
-                softmax_scale=softmax_scale, nonnegative_alpha=True,
+                softmax_scale=softmax_scale,
             )  # fmt: skip
         return out
 

@@ -29,7 +29,7 @@ def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
         name.removesuffix(".q_proj") for name, style in plan.items() if name.endswith(".q_proj") and style == STYLE
     ]
     projections = ("scale.proj", "scale.beta_proj", "gate_proj", "sink_proj", "difference_proj")
-    parts = (*projections, "scale.head_alpha", "scale.head_beta", "sink")
+    parts = (*projections, "scale.head_alpha", "scale.head_beta", "sink", "head_exclusion", "norm_weight")
     return plan | {f"{module}.{slot}.{part}": STYLE for module in modules for part in parts}
 
 

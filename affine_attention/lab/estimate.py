@@ -124,7 +124,7 @@ def memory_bytes(
     parameters = count_parameters(model).total
     half = recipe.dtype == "bfloat16"
     size = 2 if half else 4
-    tokens = recipe.micro_batches(ranks)[0] * recipe.sequence_length
+    tokens = recipe.micro_batches(ranks)[0] * recipe.sequence_length // recipe.sequence_parallel
     layer = tokens * activation_bytes(config, half)
     layers = config.num_hidden_layers
     kept = tokens * 4 * config.hidden_size * layers + layer if recipe.gradient_checkpointing else layers * layer
@@ -161,6 +161,13 @@ def _loss_bytes(config: Any, tokens: int, size: int, with_teacher: bool, device_
     return float(logits * (1 + teacher_share * with_teacher) + 4 * head + 2 * size * tokens * config.hidden_size)
 
 
+def _ranks_in_words(ranks: int, sequence_parallel: int) -> str:
+    if sequence_parallel == 1:
+        return f"{ranks} rank{'s' * (ranks > 1)}"
+    groups = ranks // sequence_parallel
+    return f"{groups} group{'s' * (groups > 1)} of {sequence_parallel} ranks (each holds a part of every sequence)"
+
+
 def describe_run(recipe: Recipe, ranks: int = 1) -> str:
     """The resolved recipe and its cost as text; nothing is downloaded and no weights are allocated."""
     size, accumulation = recipe.micro_batches(ranks)
@@ -177,8 +184,8 @@ def describe_run(recipe: Recipe, ranks: int = 1) -> str:
         f"{counted.mechanism / 1e6:.3f}M of the mechanism",
         f"  tokens: {_short(recipe.tokens)} = {recipe.steps} steps x {recipe.global_batch} sequences x "
         f"{recipe.sequence_length}",
-        f"  one step: {ranks} rank{'s' * (ranks > 1)} x {accumulation} micro-batch{'es' * (accumulation > 1)} x {size} "
-        f"sequence{'s' * (size > 1)}",
+        f"  one step: {_ranks_in_words(ranks, recipe.sequence_parallel)} x {accumulation} "
+        f"micro-batch{'es' * (accumulation > 1)} x {size} sequence{'s' * (size > 1)}",
         f"  student: {per_token / 1e9:.3g} GFLOP per token (forward and backward), {total:.3g} FLOP in total",
     ]
     if teacher is not None:

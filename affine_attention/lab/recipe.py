@@ -68,9 +68,12 @@ class Recipe:
     truncate_vocabulary: bool = _setting(False, "truncate a padded vocabulary to the size of the smaller one")
 
     sink_pressure: Literal["first_key", "window"] | None = _setting(
-        None, "hide keys from the student in some steps: the first key, or all keys outside of a window; none: never"
+        None, "evict keys from the student in some steps: the first key, or all keys outside of a window; none: never"
     )
-    pressure_share: float = _setting(0.5, "share of the steps with hidden keys, with sink_pressure")
+    pressure_share: float = _setting(0.5, "share of the steps with evicted keys, with sink_pressure")
+    pressure_after: int = _setting(
+        16, "tokens that see the first key before it is evicted, with sink_pressure=first_key"
+    )
     pressure_window: int = _setting(128, "visible keys in these steps, with sink_pressure=window")
 
     steps: int = _setting(200, "optimizer steps")
@@ -91,6 +94,7 @@ class Recipe:
     dtype: Literal["float32", "bfloat16"] = _setting("float32", "dtype of the computation; the weights are float32")
     gradient_checkpointing: bool = _setting(False, "recompute activations in backward: less memory, more time")
     compile: bool = _setting(False, "torch.compile, layer by layer")
+    sequence_parallel: int = _setting(1, "ranks that share each sequence (Ulysses), for long sequences")
     save_every: int = _setting(100, "steps between checkpoints; 0: only the last")
     keep_checkpoints: int = _setting(2, "number of checkpoints to keep")
     probe_every: int = _setting(10, "steps between probes of attention logits, alphas and gates; 0: never")
@@ -125,7 +129,7 @@ class Recipe:
             )
 
     def _check_ranges(self) -> None:
-        for name in ("steps", "global_batch", "sequence_length", "keep_checkpoints"):
+        for name in ("steps", "global_batch", "sequence_length", "keep_checkpoints", "sequence_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
             if getattr(self, name) > LARGEST_COUNT:
@@ -138,13 +142,14 @@ class Recipe:
         for name in ("kd_weight", "ce_weight", "min_lr_ratio", "weight_decay", "max_grad_norm"):
             _check_interval(name, getattr(self, name), 0.0, math.inf)
         _check_interval("pressure_share", self.pressure_share, 0.0, 1.0)
-        if self.pressure_window < 1:
-            raise ValueError(f"pressure_window must be at least 1, got {shown(self.pressure_window)}")
-        if self.sink_pressure == "window" and self.pressure_window >= self.sequence_length:
-            raise ValueError(
-                f"pressure_window must be below sequence_length = {self.sequence_length}, or no key is hidden, got "
-                f"{shown(self.pressure_window)}"
-            )
+        for name, kind in (("pressure_after", "first_key"), ("pressure_window", "window")):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {shown(getattr(self, name))}")
+            if self.sink_pressure == kind and getattr(self, name) >= self.sequence_length:
+                raise ValueError(
+                    f"{name} must be below sequence_length = {self.sequence_length}, or no key is hidden, got "
+                    f"{shown(getattr(self, name))}"
+                )
         for name in ("learning_rate", "temperature"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
@@ -159,11 +164,27 @@ class Recipe:
             raise ValueError("kd_weight and ce_weight are both 0, so nothing would be learned; set one of them above 0")
         if self.remember_teacher and self.streaming:
             raise ValueError("remember_teacher=true cannot be combined with streaming=true; set one of them to false")
+        if self.sequence_parallel > 1:
+            self._check_sequence_parallel()
         if self.warmup_steps + self.decay_steps > self.steps:
             raise ValueError(
                 f"warmup_steps + decay_steps must fit into steps = {self.steps}, got {self.warmup_steps} + "
                 f"{self.decay_steps}"
             )
+
+    def _check_sequence_parallel(self) -> None:
+        size = self.sequence_parallel
+        if self.sequence_length % size:
+            raise ValueError(
+                f"sequence_length must be a multiple of sequence_parallel = {size}, got {self.sequence_length}; each "
+                f"rank holds an equal part: set sequence_length={-(-self.sequence_length // size) * size}"
+            )
+        for name, off in (("compile", False), ("streaming", False), ("sink_pressure", None)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot be combined with sequence_parallel={size}: it works on "
+                    f"whole sequences; set {name}={str(off).lower()}, or sequence_parallel=1"
+                )
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """A copy with changed settings; `mechanism.KEY` and `student_changes.KEY` change nested settings."""
@@ -195,6 +216,12 @@ class Recipe:
         """(sequences per micro-batch, accumulation steps); the error lists values that divide evenly."""
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel = {self.sequence_parallel} needs a multiple of {self.sequence_parallel} ranks, got "
+                f"{ranks}; start them with torchrun --nproc-per-node {self.sequence_parallel}"
+            )
+        ranks //= self.sequence_parallel  # the ranks of a sequence group work on the same batch
         if self.global_batch % ranks:
             fitting = [n for n in range(1, self.global_batch + 1) if self.global_batch % n == 0]
             raise ValueError(
@@ -241,13 +268,15 @@ class Recipe:
         becomes the checkpoint of the student.
         """
 
-        def place(source: str | None) -> str | None:
-            if source is None or not source.startswith(BESIDE):
+        def place(source: str) -> str:
+            if not source.startswith(BESIDE):
                 return source
             return os.path.normpath(run.absolute() / source[len(BESIDE) :])
 
-        student, teacher = place(self.student), place(self.teacher_source)
-        return dataclasses.replace(self, student=student, teacher=teacher)
+        teacher = self.teacher_source
+        return dataclasses.replace(
+            self, student=place(self.student), teacher=None if teacher is None else place(teacher)
+        )
 
     def digest(self) -> str:
         """A hash of the settings that differ from the defaults, so that runs stay valid when settings are added."""

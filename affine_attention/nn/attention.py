@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from .arguments import (
 from .key_value_cache import KeyValueCache
 from .mechanism import Mechanism, as_mechanism
 from .rotary import angle_dtype, apply_rotation, cos_sin, cos_sin_table
-from .scaling import AffineScale, Start, wide
+from .scaling import AffineScale, Start, own_heads, wide
 
 PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
 
@@ -45,12 +46,15 @@ class Coefficients(NamedTuple):
     beta: Tensor | None  # [B, H, T]
     sink: Tensor | None  # [H], or [B, H, T] for a sink of each token
     gate: Tensor | None  # [B, H, T, D]
+    exclusion: Tensor | float | None = None  # [B, H, T] or a number
+    norm_weight: Tensor | None = None  # [H, D]
+    weights: str = "softmax"  # the function of the scores
 
 
 class AttentionMechanism(nn.Module):
     """The parameters and state of one layer's mechanism: computes alpha, beta, sink and gate from hidden states.
 
-    `is_plain` is True for plain softmax attention, which has none of the four.
+    `is_plain` is True for plain softmax attention, which has none of them.
 
     >>> layer = AttentionMechanism("affine", embed_dim=64, num_heads=4, head_dim=16)
     >>> hidden = torch.randn(2, 10, 64); q = k = v = torch.randn(2, 4, 10, 16)
@@ -61,6 +65,8 @@ class AttentionMechanism(nn.Module):
     sink: Tensor | None
     sink_proj: nn.Linear | None  # W_s
     difference_proj: nn.Linear | None  # W_d
+    head_exclusion: nn.Parameter | None  # e_h, [H]
+    norm_weight: nn.Parameter | None  # of the norm of each head, [H * D]
     # Called with (query, key, value, **arguments) before each operator call.
     observer: Callable[..., None] | None = None
     sequence: Any = None  # the SequenceGroup whose ranks hold the parts of each sequence, under sequence parallelism
@@ -81,11 +87,12 @@ class AttentionMechanism(nn.Module):
         _check_starts(self.mechanism, dtype)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.nonnegative_alpha = self.mechanism.nonnegative_alpha
-        # The node that joins W_a and the operator has neither a sink of each token nor a difference.
-        self.joins = self.mechanism.has_alpha and self.mechanism.sink != "token" and not self.mechanism.differential
-        self.is_plain = not (
-            self.mechanism.has_alpha or self.mechanism.gate or self.mechanism.sink or self.mechanism.differential
-        )
+        settings = self.mechanism
+        later = settings.differential or settings.head_norm or settings.exclusion is not None
+        later = later or settings.weights != "softmax"
+        # The node that joins W_a and the operator has no sink of each token, and nothing that follows the softmax.
+        self.joins = settings.has_alpha and settings.sink != "token" and not later
+        self.is_plain = not (settings.has_alpha or settings.gate or settings.sink or later)
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -100,6 +107,11 @@ class AttentionMechanism(nn.Module):
         by_token = {"sink_proj": self.mechanism.sink == "token", "difference_proj": self.mechanism.differential}
         for name, exists in by_token.items():
             setattr(self, name, nn.Linear(embed_dim, num_heads, bias=False, **like) if exists else None)
+        by_head = {"head_exclusion": settings.exclusion == "learned", "norm_weight": settings.head_norm}
+        for name, exists in by_head.items():
+            # A vector, also for the weights of the norm: optimizers decay matrices.
+            size = num_heads * head_dim if name == "norm_weight" else num_heads
+            self.register_parameter(name, nn.Parameter(torch.empty(size, **like)) if exists else None)
         empty = torch.empty(num_heads, **like)
         if self.mechanism.sink == "learned":
             self.sink = nn.Parameter(empty)
@@ -132,6 +144,10 @@ class AttentionMechanism(nn.Module):
         for proj in (self.sink_proj, self.difference_proj):
             if proj is not None:
                 yield Start(proj.weight, 0.0, self.mechanism.init_std)
+        if self.head_exclusion is not None:
+            yield Start(self.head_exclusion, 0.0)
+        if self.norm_weight is not None:
+            yield Start(self.norm_weight, 1.0)
         if self.sink is not None:
             yield Start(self.sink, self.mechanism.sink_start if self.mechanism.sink == "learned" else 0.0)
 
@@ -174,23 +190,36 @@ class AttentionMechanism(nn.Module):
             alpha, beta = scale(hidden, num_keys, token_mask)
         sink_proj: Any = self._modules.get("sink_proj")
         sink = self.sink if sink_proj is None else self._token_sink(sink_proj(hidden))
-        return Coefficients(alpha, beta, sink, self._gate(hidden))
+        parameters: Any = self._parameters
+        exclusion: Tensor | float | None = 1.0 if self.mechanism.exclusion == "full" else None
+        norm_weight = parameters.get("norm_weight")
+        if self.mechanism.exclusion == "learned":
+            by_head = torch.tanh(wide(own_heads(parameters["head_exclusion"])))
+            exclusion = by_head[:, None].expand(hidden.shape[0], -1, hidden.shape[1])
+        if norm_weight is not None:
+            norm_weight = own_heads(norm_weight).view(-1, self.head_dim)
+        return Coefficients(alpha, beta, sink, self._gate(hidden), exclusion, norm_weight, self.mechanism.weights)
+
+    def scored(self, query: Tensor, key: Tensor, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+        """query, key and softmax_scale as the weights of the mechanism need them.
+
+        Softplus weights are a function of log(D) cos(q, k) (arXiv 2501.13428), which replaces the scale of the layer.
+        """
+        if self.mechanism.weights != "softplus":
+            return query, key, softmax_scale
+        query, key = (nn.functional.normalize(wide(x), dim=-1).to(x.dtype) for x in (query, key))
+        return query, key, math.log(self.head_dim)
 
     def _token_sink(self, scores_BTH: Tensor) -> Tensor:
         scores = wide(scores_BTH).transpose(1, 2)
         return scores + self.mechanism.sink_start if self.mechanism.sink_start else scores
 
     def difference(self, hidden: Tensor, num_kv_heads: int) -> Tensor | None:
-        """How much of the other head of its pair each head subtracts, [B, H, T]; None if the mechanism does not."""
+        """How much of the next head each head subtracts, [B, H, T]; None if the mechanism is not differential."""
         proj: Any = self._modules.get("difference_proj")
         if proj is None:
             return None
-        if self.num_heads // num_kv_heads % 2:
-            raise ValueError(
-                "a differential mechanism needs an even number of query heads for each key-value head, because the "
-                f"two heads of a pair share their values, got {self.num_heads} and {num_kv_heads} heads; use fewer "
-                "key-value heads or another mechanism"
-            )
+        check_shared_values(self.num_heads, num_kv_heads)
         return torch.sigmoid(wide(proj(hidden))).transpose(1, 2)
 
     def _gate(self, hidden: Tensor) -> Tensor | None:
@@ -253,18 +282,19 @@ class AttentionMechanism(nn.Module):
             out = self.attend(hidden, query, key, value, num_keys, tokens, self.sink, softmax_scale, given)
             if out is not None:
                 return out
-        alpha, beta, sink, gate = self.rows(hidden, num_keys, tokens)
+        rows = self.rows(hidden, num_keys, tokens)._asdict()
+        query, key, softmax_scale = self.scored(query, key, softmax_scale)
         difference = self.difference(hidden, key.shape[1])
         if self.observer is not None:
             self.observer(
-                query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, difference=difference,
-                softmax_scale=softmax_scale, token_mask=token_mask, **visible,
+                query, key, value, **rows, difference=difference, softmax_scale=softmax_scale, token_mask=token_mask,
+                **visible,
             )  # fmt: skip
         result: Tensor = attention(
-            query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, **visible,
-            softmax_scale=softmax_scale, nonnegative_alpha=self.nonnegative_alpha, impl=impl,
+            query, key, value, **rows, **visible, softmax_scale=softmax_scale,
+            nonnegative_alpha=self.nonnegative_alpha, impl=impl,
         )  # fmt: skip
-        return result if difference is None else subtract_pairs(result, difference)
+        return result if difference is None else subtract_next(result, difference, key.shape[1])
 
     def bias_divisor(
         self,
@@ -325,10 +355,19 @@ def _check_starts(mechanism: Mechanism, dtype: torch.dtype | None) -> None:
             raise ValueError(f"{name} of the mechanism must be at most {largest:g} in {dtype}, got {shown(value)}")
 
 
-def subtract_pairs(of_heads: Tensor, difference_BHT: Tensor) -> Tensor:
-    """Each head of [B, H, T, ..] minus `difference` times the other head of its pair (2i, 2i + 1)."""
-    other = of_heads.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
-    subtracted: Tensor = of_heads - difference_BHT[..., None] * other
+def check_shared_values(num_heads: int, num_kv_heads: int) -> None:
+    if num_heads == num_kv_heads:
+        raise ValueError(
+            "a differential mechanism needs at least two query heads for each key-value head, because it subtracts "
+            f"weights of the same values, got {num_heads} heads of both kinds; use fewer key-value heads or another "
+            "mechanism"
+        )
+
+
+def subtract_next(of_heads: Tensor, difference_BHT: Tensor, num_kv_heads: int) -> Tensor:
+    """Each head of [B, H, T, ..] minus `difference` times the next head of its key-value head, cyclically."""
+    following = of_heads.unflatten(1, (num_kv_heads, -1)).roll(-1, 2).flatten(1, 2)
+    subtracted: Tensor = of_heads - difference_BHT[..., None] * following
     return subtracted.to(of_heads.dtype)
 
 
@@ -380,6 +419,8 @@ class SelfAttention(nn.Module):
         check_one_of("impl", impl, IMPLEMENTATIONS)
         check_place(device, dtype)
         mechanism = as_mechanism(mechanism)
+        if mechanism.differential:
+            check_shared_values(num_heads, num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"

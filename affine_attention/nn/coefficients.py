@@ -132,6 +132,12 @@ BETA_RULES: dict[str, BetaRule] = {
         term="head",
         function=lambda alpha, term, num_keys: -term * alpha / num_keys,
     ),
+    "per_head": BetaRule(
+        formula="b_h",
+        source="bias of a head in normalised attention (arXiv 2005.09561)",
+        term="head",
+        function=lambda alpha, term, num_keys: term.expand_as(alpha),
+    ),
     "free": BetaRule(
         formula="W_b x / N",
         source="beta without a tie to alpha; ours",

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from ..messages import check_flag, did_you_mean, shown
 from .coefficients import ALPHA_RULES, BETA_RULES, LARGEST, AlphaRule, BetaRule
 
+WEIGHTS = ("softmax", "signed", "sigmoid", "softplus", "normalized")  # NAMES of ops/weights, which imports torch
+EXCLUSIONS = ("full", "learned")
 SINKS = ("zero", "learned", "token")
 BIAS_LENGTH_WORDS = ("visible", "keys")
 PAPER_TRAINING_LENGTH = 2048
@@ -17,7 +19,7 @@ MAX_BIAS_LENGTH = 2**31 - 1
 BIASES = tuple(name for name in BETA_RULES if name != "running_average")  # the rules other than True
 # Settings that `to_dict` writes only if they differ from their defaults: files of a mechanism without them stay as they
 # were before the setting existed, bitwise.
-LATER_SETTINGS = ("alpha_start", "differential")
+LATER_SETTINGS = ("alpha_start", "differential", "exclusion", "head_norm", "weights")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Mechanism:
             "linear_clipping" (the paper), "sigmoid", "double_sigmoid", "softplus"; or "per_head" (one learned number
             per head), "constant"; None for no alpha.
         bias: the rule of beta: True for beta = (running_alpha - alpha) / N (Eq. 8), "centred" for -c_h alpha / N with a
-            learned c_h, "free" for W_b x / N, False for no beta.
+            learned c_h, "per_head" for a learned b_h, "free" for W_b x / N, False for no beta.
         sink: "learned" (one logit per head), "zero" (off by one), "token" (a logit of each head and token,
             W_s x + sink_start), or None.
         gate: True for an output gate sigmoid(W_g x) per head and channel.
@@ -47,13 +49,19 @@ class Mechanism:
         init_std: standard deviation of all initial projections: W_a, W_b, W_g, W_s, W_d.
         sink_start: initial value of the learned sink, and of a token's sink where W_s x is 0.
         alpha_start: initial value of alpha, where W_a x is 0; None: that of the rule (0.5 for the paper's).
-        differential: True subtracts the output of the other head of a pair, sigmoid(W_d x) times: the heads 2i and
-            2i + 1, which must share their key-value head (DIFF V2; docs/decisions/0035).
+        differential: True subtracts the output of the next head, sigmoid(W_d x) times, among the query heads of one
+            key-value head; every second head is that of DIFF V2 (docs/decisions/0035).
+        exclusion: "full" subtracts the part of the output along the token's own value (XSA), "learned" subtracts it
+            tanh(e_h) times, with a learned e_h that starts at 0; None does not.
+        head_norm: True normalises the output of each head by its root mean square, with learned weights, before the
+            gate.
+        weights: "softmax", or the function of the scores that takes its place: "signed", "sigmoid", "softplus" (which
+            normalises the lengths of queries and keys) or "normalized".
     """
 
     name: str = "softmax"
     activation: str | None = None
-    bias: bool | Literal["centred", "free"] = False
+    bias: bool | Literal["centred", "per_head", "free"] = False
     sink: Literal["zero", "learned", "token"] | None = None
     gate: bool = False
     bias_length: int | Literal["visible", "keys"] = PAPER_TRAINING_LENGTH
@@ -63,18 +71,32 @@ class Mechanism:
     sink_start: float = 0.0
     alpha_start: float | None = None
     differential: bool = False
+    exclusion: Literal["full", "learned"] | None = None
+    head_norm: bool = False
+    weights: str = "softmax"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a non-empty string, got {shown(self.name)}")
         _check_choice("activation", self.activation, tuple(ALPHA_RULES))
         _check_choice("sink", self.sink, SINKS)
-        for flag in ("gate", "differential"):
-            check_flag(flag, getattr(self, flag))
-        if self.differential and self.gate:
+        if not isinstance(self.weights, str) or self.weights not in WEIGHTS:
+            hint = did_you_mean(self.weights, WEIGHTS)
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {shown(self.weights)}{hint}")
+        if self.weights != "softmax" and self.sink is not None:
             raise ValueError(
-                "differential=True cannot be combined with gate=True: the operator applies the gate before the "
-                "difference is taken; use one of them"
+                f"sink={self.sink!r} cannot be combined with weights={self.weights!r}: a sink is a term of the "
+                'softmax; use weights="softmax" or sink=None'
+            )
+        _check_choice("exclusion", self.exclusion, EXCLUSIONS)
+        for flag in ("gate", "differential", "head_norm"):
+            check_flag(flag, getattr(self, flag))
+        finish = {"gate": self.gate, "exclusion": self.exclusion, "head_norm": self.head_norm}
+        given = [f"{name}={value!r}" for name, value in finish.items() if value]
+        if self.differential and given:
+            raise ValueError(
+                f"differential=True cannot be combined with {given[0]}: the operator applies that to each head before "
+                "the difference is taken; use one of them"
             )
         _check_bias(self.bias, self.activation)
         _check_bias_length(self.bias_length)
@@ -137,7 +159,8 @@ class Mechanism:
         whether the projection was scaled.
         """
         alpha, rule = self.initial_alpha, self.alpha_rule
-        if self.sink is not None or self.differential or math.frexp(alpha)[0] != 0.5:
+        changes = self.sink is not None or self.differential or self.head_norm or self.exclusion == "full"
+        if changes or self.weights != "softmax" or math.frexp(alpha)[0] != 0.5:
             return None
         if rule is not None and not (rule.is_exact or alpha == rule.start):
             return None
@@ -176,7 +199,10 @@ class Mechanism:
         beta = 0 if self.beta_rule is None else sizes.get(self.beta_rule.term, 0)
         gate = embed_dim * num_heads * head_dim if self.gate else 0
         sink = {"learned": sizes["head"], "token": sizes["token"]}.get(self.sink or "", 0)
-        return alpha + beta + gate + sink + (sizes["token"] if self.differential else 0)
+        difference = sizes["token"] if self.differential else 0
+        exclusion = sizes["head"] if self.exclusion == "learned" else 0
+        norm = num_heads * head_dim if self.head_norm else 0
+        return alpha + beta + gate + sink + difference + exclusion + norm
 
     def to_dict(self) -> dict[str, Any]:
         """All settings; those of LATER_SETTINGS only where they differ from their defaults."""
@@ -304,6 +330,13 @@ PRESETS: dict[str, Mechanism] = {
         Mechanism("per_head_alpha", activation="per_head"),
         Mechanism("constant_alpha", activation="constant"),
         Mechanism("token_sink", sink="token"),
+        Mechanism("exclusive", exclusion="full"),
+        Mechanism("exclusive_gated", exclusion="learned", gate=True),
+        Mechanism("normed_gated", head_norm=True, gate=True),
         Mechanism("differential", differential=True),
+        Mechanism("signed_weights", weights="signed"),
+        Mechanism("sigmoid_weights", weights="sigmoid"),
+        Mechanism("softplus_weights", weights="softplus"),
+        Mechanism("normalized_weights", weights="normalized", activation="per_head", bias="per_head", head_norm=True),
     )
 }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..messages import shown
 from ..ops import attention
-from .attention import AttentionMechanism, Coefficients, default_positions, subtract_pairs
+from .attention import AttentionMechanism, Coefficients, default_positions, subtract_next
 
 
 class _AllToAll(torch.autograd.Function):
@@ -126,15 +126,15 @@ class SequenceGroup:
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        alpha, beta, sink, gate = coefficients
-        rows = [alpha, beta, gate, None if sink is None or sink.dim() == 1 else sink]
-        query, key, value, alpha, beta, gate, row_sink = self._exchange([query, key, value, *rows])
-        if row_sink is not None:
-            sink = row_sink
-        elif sink is not None:
-            heads = sink.shape[0] // self.size
-            sink = sink[self.rank * heads : (self.rank + 1) * heads]
-        return query, key, value, Coefficients(alpha, beta, sink, gate)
+        given = coefficients._asdict()
+        by_token = [name for name, x in given.items() if isinstance(x, Tensor) and x.dim() > 2]
+        query, key, value, *parts = self._exchange([query, key, value, *(given[name] for name in by_token)])
+        # What has no tokens, a sink [H] or the weights of a norm [H, D], is on every rank, which takes its heads.
+        heads = query.shape[1]
+        own = slice(self.rank * heads, (self.rank + 1) * heads)
+        of_heads = {name: x[own] for name, x in given.items() if isinstance(x, Tensor) and name not in by_token}
+        rows = Coefficients(**given | of_heads | dict(zip(by_token, parts, strict=True)))
+        return query, key, value, rows
 
     def to_part(self, out: Tensor) -> Tensor:
         """The whole sequence with this rank's heads [B, H/P, T, D] to its part with all heads [B, H, T/P, D]."""
@@ -198,7 +198,9 @@ class SequenceGroup:
         mask, segment_ids = self._gather_visible(query, mask, segment_ids)
         visible = visible | {"mask": mask, "segment_ids": segment_ids}
         rows = layer.rows(hidden, self.own_divisor(layer, query, key, **visible), token_mask)
-        difference = layer.difference(hidden, key.shape[1])
+        num_kv_heads = key.shape[1]  # to_heads may repeat them
+        difference = layer.difference(hidden, num_kv_heads)
+        query, key, softmax_scale = layer.scored(query, key, softmax_scale)
         query, key, value, rows = self.to_heads(query, key, value, rows)
         out = self.to_part(
             attention(
@@ -206,7 +208,7 @@ class SequenceGroup:
                 nonnegative_alpha=layer.nonnegative_alpha, impl=impl,
             )
         )  # fmt: skip
-        return out if difference is None else subtract_pairs(out, difference)
+        return out if difference is None else subtract_next(out, difference, num_kv_heads)
 
     def positions(self, query: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
         """The default positions of this rank's tokens: those that one rank would give them."""

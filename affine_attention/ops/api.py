@@ -32,9 +32,11 @@ from .fused.plan import (
     why_not_fused,
     why_not_plain,
 )
+from .onnx_export import is_exporting_to_onnx, onnx_attention
 from .reference import reference_attention, reference_finish, reference_weights
 from .sdpa import choose_kernel
 from .tiles import plan as plan_tiles
+from .transforms import transformed_attention
 from .validation import (
     check_finish,
     check_one_of,
@@ -43,8 +45,11 @@ from .validation import (
     check_softmax_scale,
     check_value,
     check_visibility,
+    check_weights,
 )
 from .visibility import Visibility
+from .weights import SOFTMAX
+from .weights.blocks import weighted_attention
 
 IMPLEMENTATIONS = ("auto", "reference", "composed", "fused")
 
@@ -76,6 +81,7 @@ def attention(
     exclusion: Tensor | float | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = NORM_EPS,
+    weights: str = SOFTMAX,
     mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
@@ -107,6 +113,8 @@ def attention(
         norm_weight: [D] or [H, D]: y becomes y / sqrt(mean(y^2) + norm_eps) * norm_weight, after the exclusion and
             before the gate.
         norm_eps: at least 2^-126; used with norm_weight only.
+        weights: "softmax", or another function of the scores (ops/weights): "signed", "sigmoid", "softplus" or
+            "normalized". alpha, beta and gate apply to it; a sink is a term of the softmax only.
         mask: boolean, True where a key may be seen: [B, S] (padding) or [B, 1|H, T, S].
         is_causal: bottom-right aligned: the last query sees the last key.
         window: a query sees keys closer than this many positions (with is_causal: the last `window` keys).
@@ -119,13 +127,26 @@ def attention(
     Returns:
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
+    compiling = torch.compiler.is_compiling()
+    # Asked of C++ here: a Python function would cost every call of a layer.
+    if not compiling and torch._C._are_functorch_transforms_active():
+        return transformed_attention(
+            query=query, key=key, value=value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
+            norm_weight=norm_weight, norm_eps=norm_eps, weights=weights, mask=mask, is_causal=is_causal, window=window,
+            segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, impl=impl,
+        )  # fmt: skip
     if exclusion is not None or norm_weight is not None:
         query, key, value, gate = _follow_autocast(query, key, value, gate)
         parts = Finish(exclusion, norm_weight, norm_eps, gate)
         given = (query, key, value, alpha, beta, sink, gate, mask)
-        return _finished(given, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha, parts, impl)
+        return _finished(given, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha, parts, weights, impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
-    compiling = torch.compiler.is_compiling()
+    if weights != SOFTMAX:
+        _check_impl(impl)
+        check_weights(weights, sink)
+        call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
+                             softmax_scale, nonnegative_alpha)  # fmt: skip
+        return _run_weighted(call._replace(weights=weights), impl)
     if compiling and segment_ids is None and window is None and impl == "auto":
         out = _run_plain_in_graph(query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale,
                                   nonnegative_alpha)  # fmt: skip
@@ -162,6 +183,7 @@ def attention_weights(
     window: int | None = None,
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     softmax_scale: float | None = None,
+    weights: str = SOFTMAX,
 ) -> Tensor:
     """The weights alpha * softmax_with_sink + beta of `attention`, [B, H, T, S]: for diagnostics, T x S memory.
 
@@ -170,10 +192,12 @@ def attention_weights(
     """
     check_query_key(query, key)
     check_rows(query, alpha, beta, sink, None)
+    check_weights(weights, sink)
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
     with torch.autocast(_autocast_device(query), enabled=False):
-        return reference_weights(AttentionCall(query, key, key, Rows(alpha, beta, sink), visibility, scale))
+        call = AttentionCall(query, key, key, Rows(alpha, beta, sink), visibility, scale, weights=weights)
+        return reference_weights(call)
 
 
 def explain(
@@ -188,6 +212,7 @@ def explain(
     exclusion: Tensor | float | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = NORM_EPS,
+    weights: str = SOFTMAX,
     mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
@@ -201,12 +226,14 @@ def explain(
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
                          softmax_scale, nonnegative_alpha)  # fmt: skip
+    check_weights(weights, sink)
+    call = call._replace(weights=weights)
     finishes = exclusion is not None or norm_weight is not None
     if finishes:
         check_finish(query, exclusion, norm_weight, norm_eps)
         call = call._replace(rows=call.rows._replace(gate=None))
     choice, _ = _choose(call, impl)
-    if choice.impl == "composed":
+    if choice.impl == "composed" and weights == SOFTMAX:
         choice = replace(choice, kernels=_kernels_of(query, key, call.visibility))
     if finishes:
         parts, kernels = Finish(exclusion, norm_weight, norm_eps, gate).parts, uses_kernels(query, impl)
@@ -231,7 +258,7 @@ def count_visible_keys(
 
 def _finished(
     tensors: tuple[Any, ...], segment_ids: Any, is_causal: Any, window: Any, softmax_scale: Any, nonnegative_alpha: Any,
-    parts: Finish, impl: str,
+    parts: Finish, weights: str, impl: str,
 ) -> Tensor:  # fmt: skip
     """A call with an exclusion or a norm: attention without the gate, then X, N and the gate in one pass."""
     _check_impl(impl)
@@ -239,15 +266,34 @@ def _finished(
     call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
                          softmax_scale, nonnegative_alpha)  # fmt: skip
     check_finish(query, *parts[:3])
+    check_weights(weights, sink)
     y = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, mask=mask, is_causal=is_causal, window=window,
-        segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, impl=impl,
+        segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, weights=weights,
+        impl=impl,
     )  # fmt: skip
     with torch.autocast(_autocast_device(query), enabled=False):
         if impl == "reference":
             return reference_finish(y, value, call.visibility, parts)
         own = None if parts.exclusion is None else own_values(value, call.visibility)
         return finish(y, own, row_marks(call.visibility), parts, kernels=uses_kernels(y, impl))
+
+
+def _run_weighted(call: AttentionCall, impl: str) -> Tensor:
+    """A call with a weight function other than softmax."""
+    choice, route = _choose(call, impl)
+    with torch.autocast(_autocast_device(call.query), enabled=False):
+        if route is None:
+            return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
+        from .fused.op import plan_of, run_plan
+        from .fused.plan import inputs_of
+
+        if call.weights == "sigmoid":
+            # The kernels take minus the bias of a row in the place of its sink.
+            counts = call.visibility.count().clamp(min=1).to(torch.float32)
+            call = call._replace(rows=call.rows._replace(sink=torch.log(counts).expand(call.query.shape[:3])))
+        call = call.with_positive_scale()
+        return run_plan(plan_of(call, call.needs_gradient), inputs_of(call), call.needs_gradient)
 
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]
@@ -405,6 +451,8 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
 
     The operator chooses its route at run time, when the properties of the GPU are known.
     """
+    if impl != "fused" and is_exporting_to_onnx():
+        return onnx_attention(call)
     refusal = "asked for by name" if impl in ("reference", "composed") else why_not_fused(call)
     if refusal is not None:
         if impl == "fused":

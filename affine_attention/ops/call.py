@@ -53,6 +53,7 @@ class AttentionCall(NamedTuple):
     softmax_scale: float
     nonnegative_alpha: bool = False
     scale_is_default: bool = False  # 1/sqrt(D)
+    weights: str = "softmax"  # or the name of a weight function of ops/weights
 
     @classmethod
     def of(
@@ -164,6 +165,7 @@ class CallSpec(NamedTuple):
     visibility: Visibility
     softmax_scale: float
     nonnegative_alpha: bool
+    weights: str = "softmax"
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallSpec:
@@ -176,4 +178,4 @@ class CallSpec(NamedTuple):
             key_mask=spec(seen.key_mask), pair_mask=spec(seen.pair_mask),
         )  # fmt: skip
         query, key, value, *rows = map(spec, call.tensors)
-        return cls(query, key, value, RowSpecs(*rows), seen, call.softmax_scale, call.nonnegative_alpha)
+        return cls(query, key, value, RowSpecs(*rows), seen, call.softmax_scale, call.nonnegative_alpha, call.weights)

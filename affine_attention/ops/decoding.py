@@ -23,8 +23,11 @@ from .validation import (
     check_softmax_scale,
     check_value,
     check_visibility,
+    check_weights,
 )
 from .visibility import Visibility
+from .weights import SOFTMAX
+from .weights.blocks import weighted_attention
 
 
 def decode_attention(
@@ -39,6 +42,7 @@ def decode_attention(
     exclusion: Tensor | float | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = NORM_EPS,
+    weights: str = SOFTMAX,
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
     window: int | None = None,
@@ -49,8 +53,8 @@ def decode_attention(
     Args:
         query: [B, H, T, D], the last T tokens of each sequence, whose keys are already in the cache.
         key, value: the cache, [B, G, S, D], or [pages, page_size, G, D] with a block table.
-        alpha, beta, sink, gate, exclusion, norm_weight, norm_eps, window, softmax_scale: as in `attention`. The own
-            value of a query is the one at its position in the sequence.
+        alpha, beta, sink, gate, exclusion, norm_weight, norm_eps, weights, window, softmax_scale: as in `attention`.
+            The own value of a query is the one at its position in the sequence.
         lengths: integers [B], the number of keys of each sequence; None means all S. Later slots are never read.
         block_table: integers [B, n]; key j of sequence b is in page block_table[b, j // page_size], slot
             j % page_size. Entries within a length must be pages of the cache; this is not checked on a GPU.
@@ -70,11 +74,12 @@ def decode_attention(
     check_lengths(lengths, query)
     visibility = check_visibility(query, dense_key, mask=None, is_causal=True, window=window, segment_ids=None)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
+    check_weights(weights, sink)
     if exclusion is not None or norm_weight is not None:
         check_finish(query, exclusion, norm_weight, norm_eps)
         y = decode_attention(
             query, key, value, alpha=alpha, beta=beta, sink=sink, lengths=lengths, block_table=block_table,
-            window=window, softmax_scale=softmax_scale,
+            window=window, softmax_scale=softmax_scale, weights=weights,
         )  # fmt: skip
         with torch.no_grad():
             own, marks = _own_values(value, visibility, lengths, block_table)
@@ -82,16 +87,15 @@ def decode_attention(
             return finish(y, own, marks, parts, kernels=uses_kernels(y))
     rows = Rows(alpha, beta, sink, gate)
     with torch.no_grad():
-        dense = AttentionCall(query, dense_key, dense_value, rows, visibility, scale)
+        dense = AttentionCall(query, dense_key, dense_value, rows, visibility, scale, weights=weights)
         if why_not_fused(dense) is None and why_not_decode(dense, needs_gradient=False) is None:
             from .fused.decode.op import decode
 
             return decode(dense._replace(key=key, value=value), lengths, block_table)
         if block_table is not None:
             key, value = _gather_pages(key, block_table), _gather_pages(value, block_table)
-        return composed_attention(
-            AttentionCall(query, key, value, rows, _aligned(visibility, lengths), scale)
-        )  # fmt: skip
+        call = dense._replace(key=key, value=value, visibility=_aligned(visibility, lengths))
+        return (composed_attention if weights == SOFTMAX else weighted_attention)(call)
 
 
 def _shape_of_pages(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 F1  s_ij  = q_i . k_j * softmax_scale
 F2  p_ij  = exp(s_ij) / (sum over visible j of exp(s_ij) + exp(sink))
-F3  w_ij  = alpha_i p_ij + beta_i on visible keys, 0 elsewhere
+F3  w_ij  = alpha_i p_ij + beta_i on visible keys, 0 elsewhere; p_ij may come from a weight function of ops/weights
 F4  out_i = gate_i * sum_j w_ij v_j, or with an exclusion or a norm per head gate_i * N(X(y_i)), y_i = sum_j w_ij v_j:
 F9  X(y)  = y - gamma (y . d) d,  d the direction of the value at the query's own position, 0 if that key is invisible
 F10 N(x)  = x / sqrt(mean(x^2) + norm_eps) * norm_weight
@@ -21,6 +21,7 @@ from .dtypes import row_dtype
 from .finish import Finish
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
 from .visibility import Visibility
+from .weights import FUNCTIONS, SOFTMAX
 
 
 def reference_weights(call: AttentionCall) -> Tensor:
@@ -29,8 +30,20 @@ def reference_weights(call: AttentionCall) -> Tensor:
     visible = call.visibility.dense()
     query, (alpha, beta, sink, _) = _without_empty_rows(call, visible)
     scores_BHTS = query.to(dtype) @ _repeat_heads(call.key, query.shape[1]).to(dtype).mT * call.softmax_scale
-    scores_BHTS = scores_BHTS.masked_fill(~visible, -torch.inf)
+    if call.weights == SOFTMAX:
+        weights_BHTS = _softmax(scores_BHTS.masked_fill(~visible, -torch.inf), sink, dtype)
+    else:
+        counts = visible.sum(-1, keepdim=True).clamp(min=1).to(dtype)
+        weights_BHTS = FUNCTIONS[call.weights].weigh(scores_BHTS.masked_fill(~visible, 0), visible, counts)
+    if alpha is not None:
+        weights_BHTS = weights_BHTS * alpha.to(dtype)[..., None]
+    if beta is not None:
+        weights_BHTS = weights_BHTS + beta.to(dtype)[..., None]
+    return weights_BHTS.masked_fill(~visible, 0)
 
+
+def _softmax(scores_BHTS: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """F2, from scores that are -inf on invisible keys."""
     # Subtract the largest score (or the sink) so that exp cannot overflow; a row that sees no key subtracts 0.
     largest_BHT1 = _row_max(scores_BHTS)
     if sink is not None:
@@ -41,13 +54,7 @@ def reference_weights(call: AttentionCall) -> Tensor:
     total_BHT1 = exp_BHTS.sum(-1, keepdim=True)
     if sink is not None:
         total_BHT1 = total_BHT1 + torch.exp(sink_BHT1 - largest_BHT1)
-    weights_BHTS = exp_BHTS / total_BHT1.masked_fill(total_BHT1 == 0, 1)
-
-    if alpha is not None:
-        weights_BHTS = weights_BHTS * alpha.to(dtype)[..., None]
-    if beta is not None:
-        weights_BHTS = weights_BHTS + beta.to(dtype)[..., None]
-    return weights_BHTS.masked_fill(~visible, 0)
+    return exp_BHTS / total_BHT1.masked_fill(total_BHT1 == 0, 1)
 
 
 def reference_attention(call: AttentionCall) -> Tensor:

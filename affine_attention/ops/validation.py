@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..messages import check_flag, did_you_mean, shown
 from .visibility import Visibility
+from .weights import NAMES, SOFTMAX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SEGMENT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -105,6 +106,16 @@ def check_finish(query: Tensor, exclusion: Any, norm_weight: Any, norm_eps: Any)
         raise ValueError(
             f"norm_eps must be at least {SMALLEST_EPS:.3g} and finite, since a row of zeros is divided by its square "
             f"root, got {shown(norm_eps)}; 1e-6 is usual"
+        )
+
+
+def check_weights(weights: Any, sink: Any) -> None:
+    """Checks the name of the weight function, and that there is a sink for softmax only."""
+    check_one_of("weights", weights, NAMES)
+    if weights != SOFTMAX and sink is not None:
+        raise ValueError(
+            f"sink must be None with weights={weights!r}, got {shown(sink)}: a sink is a term of the softmax; use "
+            'weights="softmax", or leave the sink out'
         )
 
 

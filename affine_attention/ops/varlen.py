@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from .api import attention
+from .finish import NORM_EPS
 from .validation import check_cu_seqlens, check_packed, check_window
+from .weights import SOFTMAX
 
 NO_QUERY, NO_KEY = -1, -2  # segment ids of tokens outside of all documents: they differ, so these see no key
 
@@ -30,6 +32,10 @@ def attention_varlen(
     beta: Tensor | None = None,
     sink: Tensor | None = None,
     gate: Tensor | None = None,
+    exclusion: Tensor | float | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = NORM_EPS,
+    weights: str = SOFTMAX,
     is_causal: bool = False,
     window: int | None = None,
     softmax_scale: float | None = None,
@@ -53,8 +59,10 @@ def attention_varlen(
         cu_seqlens_key: the same for key and value where a document has other numbers of keys than of queries; None
             means cu_seqlens.
         alpha, beta: [total, H].
-        sink: [H].
+        sink: [H], or [total, H].
         gate: [total, H, D].
+        exclusion: a number or [total, H].
+        norm_weight, norm_eps, weights: as in `attention`.
         is_causal, window: as in `attention`, aligned bottom-right within each document: the last query of a document
             sees its last key.
         softmax_scale, nonnegative_alpha, impl: as in `attention`.
@@ -62,14 +70,17 @@ def attention_varlen(
     Returns:
         [total, H, D] in the dtype of query.
     """
-    check_packed(query, key, value, alpha=alpha, beta=beta, gate=gate)
+    by_row: dict[str, Any] = {"query": query, "alpha": alpha, "beta": beta, "gate": gate}
+    shared: dict[str, Any] = {}
+    for name, x in (("sink", sink), ("exclusion", exclusion)):
+        (by_row if isinstance(x, Tensor) and x.dim() == 2 else shared)[name] = x
+    check_packed(key=key, value=value, **by_row)
     check_cu_seqlens("cu_seqlens", cu_seqlens, query, query.shape[0])
     check_window(window)
     settings: dict[str, Any] = {
-        "sink": sink, "is_causal": is_causal, "window": window, "softmax_scale": softmax_scale,
-        "nonnegative_alpha": nonnegative_alpha, "impl": impl,
+        **shared, "norm_weight": norm_weight, "norm_eps": norm_eps, "weights": weights, "is_causal": is_causal,
+        "window": window, "softmax_scale": softmax_scale, "nonnegative_alpha": nonnegative_alpha, "impl": impl,
     }  # fmt: skip
-    rows = {"query": query, "alpha": alpha, "beta": beta, "gate": gate}
     if cu_seqlens_key is None or cu_seqlens_key is cu_seqlens:
         if key.shape[0] != query.shape[0]:
             raise ValueError(
@@ -78,7 +89,7 @@ def attention_varlen(
             )
         ids = _documents(cu_seqlens, query.shape[0])
         inside = ids < cu_seqlens.shape[0] - 1
-        return _attend(rows, key, value, _ids(ids, inside, NO_QUERY), _ids(ids, inside, NO_KEY), settings)
+        return _attend(by_row, key, value, _ids(ids, inside, NO_QUERY), _ids(ids, inside, NO_KEY), settings)
 
     check_cu_seqlens("cu_seqlens_key", cu_seqlens_key, query, key.shape[0])
     if cu_seqlens_key.shape != cu_seqlens.shape:
@@ -91,8 +102,9 @@ def attention_varlen(
     ids, ids_key = _documents(starts, query.shape[0]), _documents(starts_key, key.shape[0])
     inside, inside_key = ids < num_documents, ids_key < num_documents
     query_ids, key_ids = _ids(ids, inside, NO_QUERY), _ids(ids_key, inside_key, NO_KEY)
-    if (not is_causal and window is None) or not (num_documents and query.shape[0] and key.shape[0]):
-        return _attend(rows, key, value, query_ids, key_ids, settings | {"is_causal": False, "window": None})
+    by_position = is_causal or window is not None or exclusion is not None
+    if not by_position or not (num_documents and query.shape[0] and key.shape[0]):
+        return _attend(by_row, key, value, query_ids, key_ids, settings | {"is_causal": False, "window": None})
 
     # The position of a query among the keys of its document; negative where a document has more queries than keys.
     position = torch.arange(query.shape[0], device=query.device) - _at(starts, ids)
@@ -103,8 +115,8 @@ def attention_varlen(
         slots = position + _at(starts_key, ids)
         slots = slots.masked_fill(~inside | (position < 0), num_slots)
     else:
-        # A query before the first key may see keys ahead of it within the window, so it needs a slot of its own: each
-        # document gets as many slots as it has queries and keys together.
+        # A query before the first key may see keys ahead of it, so it needs a slot of its own: each document gets as
+        # many slots as it has queries and keys together.
         num_slots = query.shape[0] + key.shape[0]
         room = (
             starts + starts_key + (starts.diff(append=starts[-1:]) - starts_key.diff(append=starts_key[-1:])).clamp(0)
@@ -114,7 +126,7 @@ def attention_varlen(
         slots_key = (own_key + _at(room, ids_key)).masked_fill(~inside_key, num_slots)
         key, value = (_scatter(x, slots_key, num_slots) for x in (key, value))
         key_ids = _scatter(key_ids, slots_key, num_slots, NO_KEY)
-    placed = {name: None if x is None else _scatter(x, slots, num_slots) for name, x in rows.items()}
+    placed = {name: None if x is None else _scatter(x, slots, num_slots) for name, x in by_row.items()}
     out = _attend(placed, key, value, _scatter(query_ids, slots, num_slots, NO_QUERY), key_ids, settings)
     without_slot = (slots == num_slots)[:, None, None]
     return out.index_select(0, slots.clamp(max=num_slots - 1)).masked_fill(without_slot, 0)

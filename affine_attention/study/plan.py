@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..lab.evaluation.instruments import parse_instruments
 from ..lab.names import folder_name
 from ..lab.recipe import Recipe, parse_setting
-from ..nn import Mechanism
+from ..nn import PRESETS, Mechanism
 from ..recipes import STUDY_TEACHER, TEACHERS, recipe
 from .sweep import check_sweeps, label_of, points
 
@@ -40,7 +41,7 @@ class Plan:
         sweeps: grids of settings: each mechanism and seed is trained at every combination of these values.
         teacher_steps: steps of the teacher that the study trains if none is given.
         perplexity: further held-out texts by name, in addition to the run's own.
-        tasks, task_data, engine: as in `affine evaluate`; no tasks by default.
+        tasks, task_data, engine, instruments: as in `affine evaluate`; no tasks and no instruments by default.
     """
 
     recipe: str = "tiny_cpu"
@@ -53,6 +54,7 @@ class Plan:
     tasks: tuple[str, ...] | None = None
     task_data: Path | None = None
     engine: Literal["harness", "direct"] = "harness"
+    instruments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         grid = math.prod(len(values) for values in self.sweeps.values())
@@ -61,6 +63,7 @@ class Plan:
                 f"a study has at most {MOST_RUNS:,} students, got {len(self.mechanisms):,} mechanisms with "
                 f"{len(self.seeds):,} seeds" + f" at {grid:,} settings" * bool(self.sweeps)
             )
+        parse_instruments(self.instruments)
         for name in ("mechanisms", "seeds"):
             values = getattr(self, name)
             if not values:
@@ -168,7 +171,13 @@ class Plan:
             "perplexity": dict(self.perplexity),
             "tasks": None if self.tasks is None else list(self.tasks),
             "engine": self.engine,
+            "instruments": list(self.instruments),
         }
+
+
+def named_mechanisms(text: str) -> tuple[str, ...]:
+    """`softmax,affine` -> the two names; `all` -> the names of all presets."""
+    return tuple(PRESETS) if text == "all" else tuple(name for name in text.split(",") if name)
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:

@@ -216,6 +216,7 @@ def _train(
 
 def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None, cache: Any) -> None:
     from ..lab.evaluation import DEFAULT_TASKS, evaluate
+    from ..lab.evaluation.instruments import parse_instruments
 
     run = RunFolder(out / job.name)
     wanted = {"heldout", *plan.perplexity}
@@ -223,7 +224,8 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
     missing_sets = wanted - set(known.get("perplexity") or {})
     names = DEFAULT_TASKS if plan.tasks == ("paper",) else plan.tasks or ()
     missing_tasks = [task for task in names if task not in (known.get("tasks") or {})]
-    if not missing_sets and not missing_tasks:
+    instruments = [name for name in parse_instruments(plan.instruments) if name not in (known.get("instruments") or {})]
+    if not missing_sets and not missing_tasks and not instruments:
         return
     table.start(job.name, "evaluating")
     sets: dict[str, Any] = {name: file for name, file in plan.perplexity.items() if name in missing_sets}
@@ -232,6 +234,7 @@ def _evaluate(plan: Plan, job: Job, out: Path, table: Table, device: str | None,
     evaluate(
         run.path, perplexity=sets, tasks=missing_tasks, task_data=plan.task_data, engine=plan.engine,
         device=device, autocast=None if job.recipe.dtype == "float32" else job.recipe.dtype, cache=cache,
+        instruments=instruments,
     )  # fmt: skip
 
 

@@ -36,7 +36,9 @@ def main() -> None:
     given = parser.parse_args()
     names = list(ALL) if given.mechanisms == ["all"] else given.mechanisms
     for name in names:
-        Mechanism.named(name)  # raises for an unknown one before anything is trained
+        chosen = Mechanism.named(name)  # raises for an unknown one before anything is trained
+        if chosen.weights != "softmax" or chosen.differential:
+            raise ValueError(f"mechanisms must have softmax weights, whose part on <s> is measured, got {name!r}")
     torch.set_num_threads(1)  # the models are too small for more
     setting, task = Setting(layers=given.layers, steps=given.steps), make_task()
     data = task.sample(setting.batch * setting.steps, setting.length, seed=1000 + given.seed)

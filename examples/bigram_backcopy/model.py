@@ -68,8 +68,10 @@ def make_model(task: Task, setting: Setting, mechanism: str, seed: int) -> Trans
     """A model whose shared weights depend on the seed only; the mechanism draws its own weights afterwards."""
     torch.manual_seed(seed)
     shared = Transformer(task.vocabulary_size, setting, Mechanism.named("softmax"))
-    # N of Eq. 8 is the training length, as in the recipes.
-    model = Transformer(task.vocabulary_size, setting, Mechanism.named(mechanism, bias_length=setting.length))
+    chosen = Mechanism.named(mechanism)
+    if isinstance(chosen.bias_length, int):  # N of Eq. 8 is the training length, as in the recipes
+        chosen = Mechanism.named(mechanism, bias_length=setting.length)
+    model = Transformer(task.vocabulary_size, setting, chosen)
     model.load_state_dict(shared.state_dict(), strict=False)
     return model
 

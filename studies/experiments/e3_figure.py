@@ -26,7 +26,7 @@ TOKENS = 20
 
 
 def map_panel(ax: Axes, run: dict[str, Any], characters: str, first: bool) -> Any:
-    """The weights of the first tokens of one sequence; triggers are printed in bold."""
+    """The weights of the first tokens of one sequence; triggers are orange."""
     found = run["map"]["layers"][0]
     weights = np.array(found["weights"])[:TOKENS, :TOKENS]
     image = ax.imshow(
@@ -40,10 +40,11 @@ def map_panel(ax: Axes, run: dict[str, Any], characters: str, first: bool) -> An
     for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
         for token, label in zip(ids, labels, strict=True):
             if token < TRIGGERS:
-                label.set(fontweight="bold", color=ORANGE)
+                label.set(color=ORANGE)
+    ax.get_xticklabels()[0].set(rotation=90)  # <s> is wider than a column
     ax.tick_params(length=0, pad=1)
     if first:
-        ax.set_ylabel("query (triggers bold)")
+        ax.set_ylabel("query (triggers in orange)")
     if found["alpha"] is not None:
         for row, alpha in enumerate(found["alpha"][:TOKENS]):
             ax.text(TOKENS - 0.2, row, f"{alpha:.2f}", fontsize=5.5, va="center", color=ORANGE)
@@ -69,7 +70,7 @@ def bars_panel(ax: Axes, runs: Runs) -> None:
     ax.set(yticks=range(len(MECHANISMS)), yticklabels=MECHANISMS, xlim=(-0.03, 1.0))
     ax.invert_yaxis()
     ax.set_title("weight on <s> at bigram queries")
-    ax.legend(frameon=False, fontsize=7.5, loc="lower right")
+    ax.legend(frameon=False, fontsize=7.5, loc="upper left", bbox_to_anchor=(0.0, 0.93))
 
 
 def one_panel(ax: Axes, runs: Runs, measure: Any, title: str) -> None:
@@ -109,5 +110,5 @@ def draw(head: dict[str, Any], runs: Runs) -> Figure:
 
 
 def write_figure(head: dict[str, Any], runs: Runs, path: Path = IMAGE) -> Path:
-    draw(head, runs).savefig(path, dpi=150, metadata={"Software": None})
+    draw(head, runs).savefig(path, dpi=130, metadata={"Software": None})
     return path

@@ -5,6 +5,7 @@ python -m studies.experiments.e3_report        # the tables are in docs/experime
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -178,7 +179,9 @@ def tables(runs: Runs) -> list[list[str]]:
 def main() -> None:
     from .e3_figure import write_figure
 
-    head, runs = load()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, nargs="?", help="a stored result; default: the newest")
+    head, runs = load(parser.parse_args().result)
     print("\n\n".join("\n".join(table) for table in tables(runs)))
     seconds = sum(run["cpu_seconds"] for run in runs.values())
     print(f"\n{len(runs)} runs, {seconds / 60:.0f} core-minutes, {head['machine']['device']}")

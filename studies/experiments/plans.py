@@ -19,6 +19,7 @@ from affine_attention.lab.recipe import Recipe, parse_setting
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.checkpoints import MANIFEST
 from affine_attention.lab.training.student import build_student
+from affine_attention.recipes import recipe
 from affine_attention.study import Job, Plan
 from studies.smollm2.run import make_plan
 
@@ -71,7 +72,7 @@ class ScaledStarts(Plan):
                 folder = self._start(factor, seed)
                 if (folder / "config.json").is_file():
                     continue
-                student = build_student(self._recipe("softmax", seed, None))
+                student = build_student(self._softmax(seed))
                 with torch.no_grad():
                     for layer in student.model.layers:
                         layer.self_attn.o_proj.weight *= factor
@@ -83,9 +84,12 @@ class ScaledStarts(Plan):
     def _start(self, factor: float, seed: int) -> Path:
         return self.starts / f"softmax_x{factor:g}-seed{seed}"
 
+    def _softmax(self, seed: int) -> Recipe:
+        return recipe(self.recipe, "softmax", {**self.settings, "seed": seed, "data_seed": seed})
+
     def _scaled_recipe(self, factor: float, seed: int) -> Recipe:
         start = {"student": str(self._start(factor, seed)), "student_changes": {}}
-        return self._recipe("softmax", seed, None).with_settings(start)
+        return self._softmax(seed).with_settings(start)
 
 
 def plan_e1(given: argparse.Namespace) -> list[Plan]:
@@ -107,9 +111,8 @@ def plan_e2(given: argparse.Namespace) -> list[Plan]:
     settings |= {"learning_rate": 3e-4, "save_every": 0, "keep_checkpoints": 1, "compile": True}
     settings |= dict(parse_setting(text) for text in given.settings)
     seeds = tuple(given.seeds or SEEDS[:1])
-    return [
-        dataclasses.replace(usual, recipe="convert_gpu", mechanisms=tuple(variants), seeds=seeds, settings=settings)
-    ]
+    plan = dataclasses.replace(usual, recipe="convert_gpu", mechanisms=tuple(variants), seeds=seeds, settings=settings)
+    return [dataclasses.replace(plan, instruments=("all",))]
 
 
 def plan_e4(given: argparse.Namespace) -> list[Plan]:
@@ -141,33 +144,33 @@ def start_branches(branches: Plan, out: Path) -> None:
         for variant in branches.mechanisms:
             branch = RunFolder(out / f"{folder_name(variant)}-seed{seed}")
             long = RunFolder(out / f"{folder_name(variant.partition('+steps=')[0])}-seed{seed}")
-            recipe = next(job.recipe for job in branches.jobs(out) if job.name == branch.path.name)
-            if not branch.exists and checkpoint_before_decay(long, recipe).is_dir():
-                start_branch(long, branch, recipe)
+            own = next(job.recipe for job in branches.jobs(out) if job.name == branch.path.name)
+            if not branch.exists and checkpoint_before_decay(long, own).is_dir():
+                start_branch(long, branch, own)
 
 
-def checkpoint_before_decay(long: RunFolder, recipe: Recipe) -> Path:
-    return long.checkpoints / f"step-{recipe.steps - recipe.decay_steps:08d}"
+def checkpoint_before_decay(long: RunFolder, branch: Recipe) -> Path:
+    return long.checkpoints / f"step-{branch.steps - branch.decay_steps:08d}"
 
 
-def start_branch(long: RunFolder, branch: RunFolder, recipe: Recipe) -> None:
+def start_branch(long: RunFolder, branch: RunFolder, chosen: Recipe) -> None:
     """Copies a checkpoint of the long run into the folder of a run that differs in `steps` and `decay_steps` only.
 
     Up to the first step of its decay such a run is the long run, so training it from this checkpoint gives the same
     result as training it from the start.
     """
-    differing = {line.partition(":")[0] for line in long.recipe().difference(recipe)}
+    differing = {line.partition(":")[0] for line in long.recipe().difference(chosen)}
     if not differing <= {"steps", "decay_steps"}:
         raise ValueError(f"a branch may change only steps and decay_steps, got {', '.join(sorted(differing))}")
-    source, step = checkpoint_before_decay(long, recipe), recipe.steps - recipe.decay_steps
+    source, step = checkpoint_before_decay(long, chosen), chosen.steps - chosen.decay_steps
     target = branch.checkpoints / source.name
     shutil.copytree(source, target, dirs_exist_ok=True)
     manifest = read_json(target / MANIFEST)
-    manifest["for"]["recipe"] = recipe.digest()
+    manifest["for"]["recipe"] = chosen.digest()
     write_json(target / MANIFEST, manifest)
     lines = [line for line in long.log() if line["step"] <= step]
     branch.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    write_json(branch.recipe_file, recipe.to_dict())  # last: from here on the folder is a run
+    write_json(branch.recipe_file, chosen.to_dict())  # last: from here on the folder is a run
     branch.add_event("branch", step=step, of=long.path.name)
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/concepts.md from the stored runs into docs/images.
+"""Draws the pictures of README.md, docs/concepts.md and docs/study.md from the stored runs into docs/images.
 
     python -m studies.smollm2.pictures        # or make pictures
 
@@ -19,6 +19,8 @@ from safetensors.numpy import load_file
 
 from affine_attention.files import read_json
 from affine_attention.lab.run import RunFolder
+
+from .study_figures import FIGURES
 
 RUNS = Path(__file__).parent / "30m"
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
@@ -106,7 +108,7 @@ def beta_picture() -> Figure:
     return figure
 
 
-PICTURES = {"alpha.png": alpha_picture, "beta.png": beta_picture}
+PICTURES = {"alpha.png": alpha_picture, "beta.png": beta_picture, **FIGURES}
 
 
 def main(folder: Path = IMAGES) -> None:

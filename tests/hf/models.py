@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,6 +120,32 @@ def dense_mask(*args: Any, **kwargs: Any) -> Tensor:
     return sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
 
 
+def other_weights(name, query, key, seen, scaling):
+    """The weight functions of arXiv 2411.07176, 2409.04431, 2501.13428 and 2005.09561, row by row over visible keys."""
+    dim, rows = query.shape[-1], torch.zeros_like(seen, dtype=query.dtype)
+    if name == "softplus":
+        query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
+        scaling = math.log(dim)
+    scores = query @ key.mT * scaling
+    for place in seen.any(-1).nonzero():
+        at = tuple(place.tolist())
+        s = scores[at][seen[at]]
+        n = len(s)
+        if name == "signed":
+            w = s.sign() * torch.softmax(s.abs(), 0)
+        elif name == "sigmoid":
+            w = torch.sigmoid(s - math.log(n))
+        elif name == "normalized":
+            centred = s - s.mean()
+            w = centred / (centred.square().mean().clamp(min=1e-300).sqrt() + 0.001) if n > 1 else 0 * s
+        else:
+            a = torch.log1p(torch.exp(s * math.log(n)))
+            r = torch.relu(n * a / a.sum() - (1 if n > 3 else 0)) ** 15
+            w = r / r.sum() if r.any() else r
+        rows = rows.index_put((*(torch.tensor(i) for i in at), seen[at].nonzero().flatten()), w)
+    return rows
+
+
 def naive_attention(module, query, key, value, attention_mask, scaling=None, affine_hidden=None, **_):
     """The equation of ops/README.md, with explicit weights."""
     layer, settings = module.affine, module.affine.mechanism
@@ -135,6 +162,8 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
     top = scores.amax(-1, keepdim=True).maximum(sink).clamp(min=-1e30)
     powers = torch.exp(scores - top)
     weights = powers / (powers.sum(-1, keepdim=True) + torch.exp(sink - top)).clamp(min=1e-300)
+    if settings.weights != "softmax":
+        weights = other_weights(settings.weights, query, key, seen, scaling)
     if layer.scale is not None:
         scale = layer.scale
         x = torch.zeros(*affine_hidden.shape[:2], heads, dtype=query.dtype) if scale.head_alpha is None else (
@@ -149,6 +178,8 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
             divisor = visible.clamp(min=length if isinstance(length, int) else 1)
             if settings.bias == "centred":
                 beta = -scale.head_beta[:, None, None] * alpha / divisor
+            elif settings.bias == "per_head":
+                beta = scale.head_beta[:, None, None].expand_as(alpha)
             elif settings.bias == "free":
                 beta = (affine_hidden @ scale.beta_proj.weight.T).transpose(1, 2)[..., None] / divisor
             else:
@@ -160,6 +191,14 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, aff
         pairs = (first - share[:, 0::2] * second, second - share[:, 1::2] * first)
         weights = torch.stack(pairs, 2).flatten(1, 2)
     out = weights @ value
+    if settings.exclusion:  # NeoMMEExclusiveSelfAttention of transformers; arXiv 2603.09078 for a share of 1
+        own = torch.nn.functional.normalize(value[:, :, value.shape[2] - out.shape[2] :], dim=-1)
+        own = own.masked_fill(~seen.diagonal(value.shape[2] - out.shape[2], -2, -1)[..., None], 0)
+        share = 1.0 if settings.exclusion == "full" else torch.tanh(layer.head_exclusion)[:, None, None]
+        out = out - share * (out * own).sum(-1, keepdim=True) * own
+    if settings.head_norm:
+        weight = layer.norm_weight.view(heads, 1, -1)
+        out = torch.nn.functional.rms_norm(out, out.shape[-1:], eps=1e-6) * weight
     if layer.gate_proj is not None:
         gate = torch.sigmoid(affine_hidden @ layer.gate_proj.weight.T)
         out = out * gate.unflatten(-1, (heads, -1)).transpose(1, 2)

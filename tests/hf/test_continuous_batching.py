@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import time
 
@@ -17,18 +16,21 @@ from affine_attention import Mechanism, hf
 from affine_attention.hf.accelerate import OPERATOR, PAGED_OPERATOR
 from affine_attention.hf.interface import IMPLEMENTATION, PAGED
 from affine_attention.hf.paged import PagedBatch
+from benchmarks import serving
 
 from .models import FAMILIES, SLIDING, make_model, make_tokens, mechanisms, plain_model, running_alphas
 from .test_accelerate import make as make_own
 
-PAGE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 MECHANISMS = {
     "affine": Mechanism.named("affine", bias_length=6),
     "affine visible": Mechanism.named("affine", bias_length="visible"),
     "affine long": Mechanism.named("affine", bias_length=2048),
     "affine_gated": Mechanism.named("affine_gated", bias_length=9),
     "sink": Mechanism.named("sink"),
-}
+    "everything": Mechanism("everything", activation="per_head", bias="free", sink="token", exclusion="learned",
+                            head_norm=True, gate=True, bias_length="visible"),
+    "softplus difference": Mechanism("x", weights="softplus", differential=True),
+}  # fmt: skip
 NEW = 6
 
 
@@ -45,7 +47,7 @@ def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
 
 def pages(page: int = 8, blocks: int = 160, tokens: int = 48, **settings) -> ContinuousBatchingConfig:
     """A small cache: most prompts have several pages, and the longest are processed in chunks."""
-    return ContinuousBatchingConfig(**{PAGE: page}, num_blocks=blocks, max_batch_tokens=tokens, **settings)
+    return ContinuousBatchingConfig(**{serving.PAGE: page}, num_blocks=blocks, max_batch_tokens=tokens, **settings)
 
 
 def greedy(new: int = NEW, **settings) -> GenerationConfig:
@@ -94,7 +96,7 @@ def routes(monkeypatch) -> dict[str, int]:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_32_requests_get_the_tokens_of_generate(name, routes):
     model, rows = make_model("llama", MECHANISMS[name]), prompts(32)
-    kept = running_alphas(model) if MECHANISMS[name].bias else None
+    kept = running_alphas(model) if MECHANISMS[name].has_running_alpha else None
     told = one_by_one(model, rows)
     assert in_batches(model, rows) == told
     assert all(routes.values()), f"a route was not taken: {routes}"
@@ -346,6 +348,16 @@ def test_refused_models(change, words):
     assert model.config._attn_implementation == IMPLEMENTATION
 
 
+def test_layers_of_different_sizes_are_refused():
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size_per_layer_input": 64,
+             "hidden_size_per_layer_input": 8, "global_head_dim": 16}  # fmt: skip
+    config = transformers.AutoConfig.for_model("gemma4_text", **small)
+    model = hf.attach(transformers.AutoModelForCausalLM.from_config(config), "affine")
+    with pytest.raises(ValueError, match="heads differ from layer to layer"):
+        model.generate_batch([[1, 2]], generation_config=greedy(), continuous_batching_config=pages())
+
+
 def test_a_window_that_the_cache_does_not_know_is_refused():
     model = make_model("qwen2", MECHANISMS["affine"])
     model.model.layers[0].self_attn.sliding_window = 5
@@ -396,9 +408,9 @@ def test_refused_models_with_their_own_sinks_and_gates(family, words):
 def test_a_plain_model_is_not_touched():
     """The same cache and requests on transformers' own attention: the comparison of benchmarks/serving.py."""
     model, rows = plain_model(), prompts(6)
-    name = "paged|sdpa" if PAGE == "block_size" else "sdpa"
-    model.set_attn_implementation(name)
-    manager = model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pages())
+    model.set_attn_implementation(serving.PLAIN_ATTENTION)
+    stay = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in serving.SETTINGS else {}
+    manager = model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=pages(**stay))
     made = collect(manager, rows)
     model.set_attn_implementation("sdpa")
     assert made == one_by_one(model, rows)

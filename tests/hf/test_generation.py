@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -205,13 +206,14 @@ def test_every_step_is_a_call_that_the_decode_kernel_supports(cache, changes, mo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_offloaded_cache covers it on a GPU")
 def test_offloaded_cache_without_a_gpu(monkeypatch):
-    """Offloading and prefetching of transformers, with a stub in place of the CUDA stream it waits for."""
+    """Offloading and prefetching of transformers, with a stub in place of its streams, which wait for each other."""
 
-    class NoStream:
+    class NoStream(contextlib.nullcontext):
         def wait_stream(self, other):
             pass
 
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: NoStream())
+    monkeypatch.setattr(torch, "Stream", NoStream)
     for mechanism in ("affine_gated", "sink"):
         model, row = make_model(mechanism=mechanism), make_tokens(1, 7)
         told = each(model, [row], 12)

@@ -58,8 +58,9 @@ def test_a_plain_checkpoint_gets_initialised_mechanisms(mechanism, tmp_path):
         for name, parameter in layer.named_parameters():
             if name == "sink":
                 assert torch.equal(parameter, torch.full((4,), 1.5))
-            elif name.startswith("scale.head_"):
-                assert torch.equal(parameter, torch.full((4,), 1.0 if name == "scale.head_alpha" else 0.0))
+            elif parameter.dim() == 1:
+                ones = name in ("scale.head_alpha", "norm_weight")
+                assert torch.equal(parameter, torch.full_like(parameter, 1.0 if ones else 0.0)), name
             else:
                 assert abs(parameter.std() - 0.02) < 0.006, name
         if layer.mechanism.sink == "zero":

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from affine_attention import Mechanism, attention
 from affine_attention.hf.paged import PagedBatch, store_of
+from affine_attention.ops import decoding
+from tests.interpreter import run_in_the_interpreter
 
 from .models import SLIDING, make_model
 from .test_continuous_batching import greedy, pages
 
 PAGE_SIZE, WINDOW = 8, 5
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    """In Triton's interpreter decoding takes the GPU's kernel, which the dispatch keeps away from CPU tensors."""
+    if INTERPRETED:
+        for name in ("why_not_fused", "why_not_decode"):
+            monkeypatch.setattr(decoding, name, lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +131,45 @@ def test_a_batch_of_every_kind_equals_one_request_at_a_time(caches):
     for slots, (keys, _), (_, length) in zip(index, history, requests, strict=True):
         last = slots[length - 1]
         assert torch.equal(store.pages[0][last // PAGE_SIZE, last % PAGE_SIZE], keys[0, :, length - 1])
+
+
+def test_a_block_table_equals_one_request_at_a_time(caches):
+    """Every request decodes; two rows are padding, as in a CUDA graph, and write where nothing is read."""
+    cache, generator = caches["full"], torch.Generator().manual_seed(1)
+    store = store_of(cache, 1)
+    lengths, tables = [1, 8, 13], [[20, -1, -1], [36, -1, -1], [16, 44, -1]]
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    history = [(draw(1, 2, n, 8), draw(1, 2, n, 8)) for n in lengths]
+    for (keys, values), table, length in zip(history, tables, lengths, strict=True):
+        for pool, x in zip(store.pages, (keys, values), strict=True):
+            for n in range(length - 1):
+                pool[table[n // PAGE_SIZE], n % PAGE_SIZE] = x[0, :, n]
+    kept = [pool[20].clone() for pool in store.pages]
+    unused = torch.full((1, 2, 2, 8), 7.0)
+    key, value = (torch.cat([*(x[:, :, -1:] for x in side), unused], 2) for side in zip(*history, strict=True))
+    query = draw(1, 4, 5, 8)
+    alpha = draw(1, 5, 4).sigmoid().mT  # strided, as a projection gives it
+    rows = {"alpha": alpha, "beta": draw(1, 4, 5) / 10, "sink": draw(4), "gate": draw(1, 5, 4, 8).transpose(1, 2)}
+    padded = torch.tensor([[*tables, [-1] * 3, [-1] * 3]], dtype=torch.int32)
+    batch = batch_of(cache, [*((1, n) for n in lengths), (0, 0), (0, 0)], block_table=padded)
+    out = batch.attend(1, query, key, value, rows, 0.5).transpose(1, 2)
+    for n, (keys, values) in enumerate(history):
+        mine = {name: x if x.dim() == 1 else x[:, :, n : n + 1] for name, x in rows.items()}
+        told = attention(query[:, :, n : n + 1], keys, values, **mine, is_causal=True, softmax_scale=0.5)
+        torch.testing.assert_close(out[:, :, n : n + 1], told, rtol=2e-5, atol=2e-5)
+    for pool, before, (new, _) in zip(store.pages, kept, [history[0], history[0][::-1]], strict=True):
+        assert torch.equal(pool[20, 1:], before[1:]), "padding was written into a page of a request"
+        assert torch.equal(pool[20, 0], new[0, :, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="starts its own process")
+def test_the_decode_kernel_in_the_interpreter():
+    pytest.importorskip("triton")
+    run_in_the_interpreter(__file__, "-k", "one_request_at_a_time")
 
 
 def test_a_forward_outside_of_continuous_batching_is_refused():

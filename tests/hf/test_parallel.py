@@ -22,7 +22,7 @@ from .test_training import summed_loss
 
 WORLD = 2
 PARTS = ("scale.proj", "scale.beta_proj", "scale.head_alpha", "scale.head_beta", "gate_proj", "sink", "sink_proj",
-         "difference_proj")  # fmt: skip
+         "difference_proj", "head_exclusion", "norm_weight")  # fmt: skip
 
 
 def worker(rank: int, port: int, folder: str, kind: str) -> None:
@@ -67,6 +67,7 @@ def run_rank(rank: int, folder: str, kind: str) -> None:
         ("tp", Mechanism("heads", activation="per_head", bias="centred", bias_length="visible")),
         pytest.param("tp", "affine_free", marks=pytest.mark.slow),
         pytest.param("tp", "constant_alpha", marks=pytest.mark.slow),
+        pytest.param("tp", Mechanism("x", exclusion="learned", head_norm=True, gate=True), marks=pytest.mark.slow),
         pytest.param("tp", Mechanism("tokens", sink="token", differential=True), marks=pytest.mark.slow),
         pytest.param("fsdp", "affine_centred", marks=pytest.mark.slow),
         pytest.param("tp", "off_by_one", marks=pytest.mark.slow),

@@ -29,7 +29,9 @@ def test_parameters_and_coefficients_of_every_mechanism(name):
     given = layer.coefficients(hidden, query, key, is_causal=True)
     has = [x is not None for x in given]
     mechanism = PRESETS[name]
-    assert has == [mechanism.has_alpha, bool(mechanism.bias), mechanism.sink is not None, mechanism.gate]
+    parts = [mechanism.has_alpha, bool(mechanism.bias), mechanism.sink is not None, mechanism.gate]
+    assert has == [*parts, mechanism.exclusion is not None, mechanism.head_norm, True]
+    assert given.weights == mechanism.weights
     assert layer(hidden, query, key, key, is_causal=True).shape == query.shape
 
 
@@ -41,7 +43,7 @@ def test_n_of_equation_8(bias_length, expected):
     mechanism = Mechanism.named("affine", bias_length=bias_length, running_alpha_start=0.5)
     layer = AttentionMechanism(mechanism, 8, 2, 4)
     query = torch.randn(1, 2, 6, 4)
-    alpha, beta, _, _ = layer.coefficients(torch.randn(1, 6, 8), query, query, is_causal=True)
+    alpha, beta, *_ = layer.coefficients(torch.randn(1, 6, 8), query, query, is_causal=True)
     torch.testing.assert_close(beta, (0.5 - alpha) / torch.tensor(expected))
 
 
@@ -56,7 +58,7 @@ def test_n_is_one_where_nothing_is_visible():
 def test_rows_sum_to_the_running_average_when_n_is_visible():
     layer = AttentionMechanism(Mechanism.named("affine", bias_length="visible", running_alpha_start=0.3), 8, 2, 4)
     query = torch.randn(1, 2, 9, 4)
-    alpha, beta, _, _ = layer.coefficients(torch.randn(1, 9, 8) * 50, query, query, is_causal=True)
+    alpha, beta, *_ = layer.coefficients(torch.randn(1, 9, 8) * 50, query, query, is_causal=True)
     weights = attention_weights(query, query, alpha=alpha, beta=beta, is_causal=True)
     torch.testing.assert_close(weights.sum(-1), torch.full((1, 2, 9), 0.3))
 
@@ -177,9 +179,59 @@ def test_differential_heads_contain_diff_v2():
         torch.testing.assert_close(mine, other, **CLOSE)
 
 
+def test_exclusion_is_that_of_neomme_and_of_xsa():
+    """Transformers' NeoMMEExclusiveSelfAttention, and its formula with a share of 1 (arXiv 2603.09078)."""
+    from transformers.models.neomme.modeling_neomme import NeoMMEExclusiveSelfAttention
+
+    class Config:
+        num_attention_heads, num_key_value_heads = 4, 2
+
+    theirs = NeoMMEExclusiveSelfAttention(Config())
+    torch.nn.init.normal_(theirs.alpha)
+    ours = AttentionMechanism(Mechanism("x", exclusion="learned"), 24, 4, 8)
+    ours.head_exclusion = theirs.alpha
+    hidden = torch.randn(2, 7, 24)
+    query, key, value = (torch.randn(2, heads, 7, 8, requires_grad=True) for heads in (4, 2, 2))
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    out = ours(hidden, query, key, value, is_causal=True)
+    expected = theirs(plain.transpose(1, 2), value).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    sources = (query, key, value, theirs.alpha)
+    for mine, other in zip(*(torch.autograd.grad(x.square().sum(), sources) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    whole = AttentionMechanism("exclusive", 24, 4, 8)(hidden, query, key, value, is_causal=True)
+    own = value.repeat_interleave(2, 1)
+    share = (plain * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(whole, plain.detach() - share * own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((whole * own).sum(-1), torch.zeros(2, 4, 7), rtol=0, atol=1e-5)
+
+
+def test_the_norm_of_heads_is_that_of_pytorch_before_the_gate():
+    layer = AttentionMechanism("normed_gated", 24, 4, 8).double()
+    torch.nn.init.normal_(layer.norm_weight)
+    hidden, query = torch.randn(2, 5, 24).double(), torch.randn(2, 4, 5, 8).double()
+    plain = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    gate = torch.sigmoid(layer.gate_proj(hidden)).unflatten(-1, (4, 8)).transpose(1, 2)
+    expected = gate * torch.nn.functional.rms_norm(plain, (8,), eps=1e-6) * layer.norm_weight.view(4, 1, 8)
+    torch.testing.assert_close(layer(hidden, query, query, query, is_causal=True), expected, **CLOSE)
+
+
+def test_differential_heads_follow_each_other_within_a_key_value_head():
+    layer = AttentionMechanism("differential", 24, 6, 8).double()
+    hidden, query = torch.randn(1, 5, 24).double(), torch.randn(1, 6, 5, 8).double()
+    key = torch.randn(1, 2, 5, 8).double()
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    share = torch.sigmoid(layer.difference_proj(hidden)).transpose(1, 2)[..., None]
+    expected = plain - share * plain[:, [1, 2, 0, 4, 5, 3]]
+    torch.testing.assert_close(layer(hidden, query, key, key, is_causal=True), expected, **CLOSE)
+
+
 def test_differential_heads_must_share_their_values():
-    with pytest.raises(ValueError, match="an even number of query heads for each key-value head"):
-        SelfAttention(32, 4, 4, "differential")(torch.randn(1, 3, 32))
+    with pytest.raises(ValueError, match="at least two query heads for each key-value head"):
+        SelfAttention(32, 4, 4, "differential")
+    query = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="at least two query heads for each key-value head"):
+        AttentionMechanism("differential", 24, 4, 8)(torch.randn(1, 3, 24), query, query, query)
 
 
 def test_the_sink_of_a_token_is_its_own():

@@ -110,7 +110,7 @@ def test_centred_rows_sum_to_zero_and_are_shaped_attention():
     torch.nn.init.ones_(layer.scale.head_beta)
     query, key, value = torch.randn(3, 1, HEADS, 9, 8, dtype=torch.float64)
     hidden = torch.randn(1, 9, WIDTH, dtype=torch.float64)
-    alpha, beta, _, _ = layer.coefficients(hidden, query, key, is_causal=True)
+    alpha, beta, *_ = layer.coefficients(hidden, query, key, is_causal=True)
     weights = attention_weights(query, key, alpha=alpha, beta=beta, is_causal=True)
     torch.testing.assert_close(weights.sum(-1), torch.zeros(1, HEADS, 9, dtype=torch.float64), atol=1e-14, rtol=0)
     causal = torch.ones(9, 9, dtype=torch.float64).tril()
@@ -186,7 +186,7 @@ def test_which_rules_the_kernels_of_the_gpu_have():
 def test_bf16_layers_have_coefficients_in_fp32(name):
     layer = AttentionMechanism(name, WIDTH, HEADS, 8).to(torch.bfloat16)
     hidden, query = torch.randn(1, 3, WIDTH).bfloat16(), torch.randn(1, HEADS, 3, 8).bfloat16()
-    alpha, beta, _, _ = layer.coefficients(hidden, query, query, is_causal=True)
+    alpha, beta, *_ = layer.coefficients(hidden, query, query, is_causal=True)
     assert alpha.dtype == torch.float32
     assert beta is None or beta.dtype == torch.float32
 

@@ -8,6 +8,8 @@ import pytest
 
 from affine_attention import Mechanism
 from affine_attention.nn.mechanism import PRESETS, as_mechanism
+from affine_attention.nn.mechanism import WEIGHTS as mechanism_weights
+from affine_attention.ops.weights import NAMES
 
 # width, layers, query heads, head dim of the three students (their published configurations)
 QWEN_0_5B = (1024, 24, 16, 64)
@@ -65,7 +67,14 @@ def test_the_sink_adds_one_parameter_per_head():
         ("per_head_alpha", 8),
         ("constant_alpha", 0),
         ("token_sink", 64 * 8),
+        ("exclusive", 0),
+        ("exclusive_gated", 8 + 64 * 8 * 16),
+        ("normed_gated", 8 * 16 + 64 * 8 * 16),
         ("differential", 64 * 8),
+        ("signed_weights", 0),
+        ("sigmoid_weights", 0),
+        ("softplus_weights", 0),
+        ("normalized_weights", 8 + 8 + 8 * 16),
     ],
 )
 def test_extra_parameters_of_the_other_rules(name, count):
@@ -99,6 +108,22 @@ def test_json_round_trip(name):
         (lambda: Mechanism.named("affine", activation="sigmoyd"), ValueError, "did you mean 'sigmoid'?"),
         (lambda: Mechanism.named("affine", bias="centered"), ValueError, "did you mean 'centred'?"),
         (lambda: Mechanism.named("gated", differential=True), ValueError, "cannot be combined with gate=True"),
+        (
+            lambda: Mechanism.named("exclusive", differential=True),
+            ValueError,
+            "be combined with exclusion='full'",
+        ),
+        (
+            lambda: Mechanism.named("affine", exclusion="half"),
+            ValueError,
+            "exclusion must be None or one of 'full'",
+        ),
+        (
+            lambda: Mechanism.named("sink", weights="sigmoid"),
+            ValueError,
+            "sink='learned' cannot be combined with weigh",
+        ),
+        (lambda: Mechanism.named("affine", weights="softmx"), ValueError, "did you mean 'softmax'?"),
         (lambda: Mechanism.named("affine", bias=1), TypeError, "bias must be True or False, got 1"),
         (lambda: Mechanism.named("per_head_alpha", bias=True), ValueError, "needs an alpha that depends on the token"),
         (lambda: Mechanism.named("softmax", bias="free"), ValueError, "bias='free' needs an alpha"),
@@ -132,6 +157,10 @@ def test_invalid_settings_raise_clear_errors(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
+
+
+def test_the_names_of_weights_are_those_of_the_operator():
+    assert mechanism_weights == NAMES
 
 
 def test_which_mechanisms_can_generate():

@@ -21,6 +21,7 @@ ROWS = {
     "sink": ("sink",),
     "affine": ("alpha", "beta"),
     "all": ("alpha", "beta", "sink", "gate"),
+    "finish": ("alpha", "row_sink", "gate", "exclusion", "norm_weight"),
 }
 
 
@@ -44,9 +45,14 @@ def make(queries, keys, names, dtype=torch.float64, device="cpu", tail=0, dim=16
         "beta": 0.1 * normal(total, 4),
         "sink": torch.linspace(-1, 3, 4, dtype=torch.float64),
         "gate": normal(total, 4, dim).sigmoid(),
+        "row_sink": normal(total, 4),
+        "exclusion": normal(total, 4),
+        "norm_weight": normal(4, dim),
     }
     kept = {"query", "key", "value", *names}
-    leaves = {name: x.to(device, dtype).requires_grad_() for name, x in tensors.items() if name in kept}
+    leaves = {
+        name.removeprefix("row_"): x.to(device, dtype).requires_grad_() for name, x in tensors.items() if name in kept
+    }
     return leaves, normal(total, 4, dim).to(device, dtype)
 
 
@@ -56,10 +62,11 @@ def per_document(leaves, queries, keys, **options):
     for num, num_keys in zip(queries, keys, strict=True):
         parts = {}
         for name, x in leaves.items():
-            part = (
-                x if name == "sink" else x[at_key : at_key + num_keys] if name in ("key", "value") else x[at : at + num]
-            )
-            parts[name] = part if name == "sink" else part.transpose(0, 1)[None]
+            if name == "norm_weight" or x.dim() == 1:
+                parts[name] = x
+            else:
+                own = slice(at_key, at_key + num_keys) if name in ("key", "value") else slice(at, at + num)
+                parts[name] = x[own].transpose(0, 1)[None]
         outs.append(attention(**parts, **options, impl="reference")[0].transpose(0, 1))
         at, at_key = at + num, at_key + num_keys
     outs.append(torch.zeros_like(leaves["query"][at:]))
@@ -95,6 +102,14 @@ def test_other_numbers_of_keys_are_aligned_to_the_end_of_each_document(device, n
     leaves, grad_out = make(QUERIES, KEYS, names, device=device)
     ends = {"cu_seqlens": cumulative(QUERIES, device), "cu_seqlens_key": cumulative(KEYS, device, torch.int64)}
     check(leaves, grad_out, QUERIES, KEYS, ends, options)
+
+
+@pytest.mark.parametrize("keys", [None, KEYS])
+def test_other_functions_of_the_scores_are_served(keys):
+    queries = SAME if keys is None else QUERIES
+    leaves, grad_out = make(queries, keys or queries, ROWS["affine"])
+    ends = {"cu_seqlens": cumulative(queries)} | ({} if keys is None else {"cu_seqlens_key": cumulative(keys)})
+    check(leaves, grad_out, queries, keys or queries, ends, {"is_causal": True, "weights": "sigmoid"})
 
 
 @pytest.mark.parametrize("options", VISIBILITIES, ids=lambda x: "+".join(x) or "full")

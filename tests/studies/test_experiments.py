@@ -82,12 +82,16 @@ def test_the_settings_are_those_of_the_design():
         assert (job.recipe.steps - job.recipe.decay_steps) % job.recipe.save_every == 0, "no checkpoint for the branch"
 
 
-def test_e1_runs_and_its_archive_holds_every_run(places, tmp_path):
+@pytest.mark.parametrize(
+    "variants", [("constant_alpha", "affine_centred"), pytest.param(plans.E1_VARIANTS, marks=pytest.mark.slow)]
+)
+def test_e1_runs_and_its_archive_holds_every_run(places, tmp_path, monkeypatch, variants):
+    monkeypatch.setattr(plans, "E1_VARIANTS", variants)
     out, archive = tmp_path / "runs", tmp_path / "e1.tar.xz"
     arguments = command(places, "e1", out, "--archive", str(archive), "--seeds", "0")
     experiments.main(arguments)
     names = [job.name for job in plans.runs_of(plan_of(places, "e1", out, "--seeds", "0"), out)]
-    assert len(names) == 10
+    assert len(names) == len(variants) + 3
     for name in names:
         run = RunFolder(out / name)
         assert is_done(run)
@@ -133,6 +137,7 @@ def test_e2_converts_the_teacher_with_and_without_pressure(places, tmp_path, mon
         assert is_done(run)
         recipe = run.recipe()
         assert (recipe.student, recipe.sink_pressure, recipe.learning_rate) == (str(places[1]), pressure, 3e-4)
+        assert set(read_json(run.evaluation_file)["instruments"]) == {"eviction", "quantisation", "length"}
         first[name] = run.log()[0]["loss"]
     # The student starts as its teacher: the distillation loss of the first step is rounding.
     assert first["affine-seed0"] == pytest.approx(0, abs=1e-5)

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from affine_attention.nn import PRESETS
 from affine_attention.study import Plan, parse_variant
+from affine_attention.study.plan import named_mechanisms
 
 
 def test_variants_change_the_mechanism_or_the_run():
     assert parse_variant("affine") == ("affine", {})
+    assert named_mechanisms("softmax,affine") == ("softmax", "affine")
+    assert named_mechanisms("all") == tuple(PRESETS)
     name, settings = parse_variant("affine+activation=sigmoid+learning_rate=0.003")
     assert name == "affine"
     assert settings == {"mechanism.activation": "sigmoid", "learning_rate": 0.003}

@@ -61,6 +61,19 @@ def test_every_run_is_trained_evaluated_and_inspected(page, out):
     assert all(mechanism in text for mechanism in MECHANISMS)
 
 
+def test_instruments_are_added_to_a_finished_study(page, plan, out):
+    run = RunFolder(out / "softmax-seed0")
+    before = read_json(run.evaluation_file)
+    run_study(replace(plan, mechanisms=("softmax",), instruments=("length",)), out, device="cpu", quiet=True)
+    after = read_json(run.evaluation_file)
+    assert after["perplexity"] == before["perplexity"]
+    found = after["instruments"]["length"]
+    assert list(found["factors"]) == ["1x", "2x", "4x"]
+    assert found["protocol"]["length"] == 64
+    assert "held out" in found["protocol"]["source"]
+    assert "Beyond the training length" in page.read_text()
+
+
 def test_a_grid_is_trained_reported_and_resumed(plan, tmp_path):
     pytest.importorskip("tensorboard")
     short = {**plan.settings, "steps": 4, "warmup_steps": 1, "decay_steps": 1, "teacher": None}
@@ -79,6 +92,20 @@ def test_a_grid_is_trained_reported_and_resumed(plan, tmp_path):
     run_study(more, tmp_path, device="cpu", quiet=True)
     assert RunFolder(tmp_path / "affine_learning_rate=0.003-seed0").finished, "a grid can grow"
     assert logs == {name: (tmp_path / name / "log.jsonl").stat().st_mtime_ns for name in names}
+
+
+def test_trackio_gets_one_run_per_student_in_its_local_store(plan, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")  # not in the dev extra: it needs an older pillow than the other packages
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    short = {**plan.settings, "steps": 3, "warmup_steps": 1, "decay_steps": 1, "teacher": None}
+    grid = Plan(mechanisms=("affine",), settings=short, sweeps={"learning_rate": (1e-3, 2e-3)})
+    run_study(grid, tmp_path / "sweep", device="cpu", quiet=True, report_to=("trackio",))
+    for rate in (0.001, 0.002):
+        name = f"affine_learning_rate={rate}-seed0"
+        losses = [line["train/loss"] for line in SQLiteStorage.get_logs("sweep", name) if "train/loss" in line]
+        assert losses == pytest.approx([line["loss"] for line in RunFolder(tmp_path / "sweep" / name).log()])
 
 
 def test_an_unknown_integration_is_refused_before_anything_runs(plan, tmp_path):

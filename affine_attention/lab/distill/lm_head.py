@@ -24,7 +24,7 @@ SOFTCAP = "final_logit_softcapping"
 TEACHER_HIDDEN = "teacher_hidden"  # key of a batch: cached hidden states of the teacher (teacher_cache.py)
 STUDENT_MASK = "student_attention_mask"  # key of a batch: attention_mask of the student alone
 # Keys of a batch that no model takes.
-NOT_MODEL_INPUTS = ("labels", "num_items_in_batch", TEACHER_HIDDEN, STUDENT_MASK)
+NOT_MODEL_INPUTS = ("labels", "shift_labels", "num_items_in_batch", TEACHER_HIDDEN, STUDENT_MASK)
 TOLERANCE = 0.02  # relative; the hidden states may be scaled in bf16
 
 

@@ -73,7 +73,8 @@ class DistillLoss:
                 f"kd_weight={self.terms.kd_weight} needs a teacher; pass one, or use kd_weight=0 and ce_weight=1 "
                 "for plain cross-entropy"
             )
-        labels_N = next_tokens(inputs["labels"])
+        shifted = inputs.get("shift_labels")  # of a part of a sequence, whose last label is in the next part
+        labels_N = next_tokens(inputs["labels"]) if shifted is None else shifted.flatten()
         theirs = None
         if self.terms.kd_weight:
             # Before the student, so that the teacher's temporaries are freed before the student stores activations.
@@ -102,6 +103,11 @@ class DistillLoss:
             ours.hidden_BTM.flatten(0, 1), head, labels_N, theirs.hidden_BTM.flatten(0, 1), teacher_head, self.terms,
             compute_dtype=ours.compute_dtype, teacher_dtype=theirs.compute_dtype, chunk_bytes=self.chunk_bytes,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def teacher_states(self, teacher: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The teacher's last hidden states [B, T, M], to be passed as cached ones."""
+        return run_to_head(teacher, inputs, self._checked).hidden_BTM
 
     def _teacher_head_input(self, teacher: Any, inputs: Mapping[str, Any]) -> HeadInput:
         hidden_BTM = inputs.get(TEACHER_HIDDEN)

@@ -19,6 +19,7 @@ from ..models import find_model, load, parse_dtype
 from ..run import SCHEMA, RunFolder
 from .direct import run_direct
 from .harness import check_names, default_metric, run_harness
+from .instruments import SEQUENCES, format_instruments, parse_instruments, run_instruments
 from .perplexity import perplexity as measure_perplexity
 from .perplexity import split_articles
 from .scoring import max_length, mechanism_of
@@ -44,6 +45,8 @@ def evaluate(
     dtype: torch.dtype | str | None = None,
     autocast: torch.dtype | str | None = None,
     output: str | Path | None = None,
+    instruments: Sequence[str] | str | None = None,
+    sequences: int = SEQUENCES,
     seed: int = 0,
     cache: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
@@ -70,6 +73,9 @@ def evaluate(
         dtype: of the weights; None: as saved.
         autocast: run the forward under autocast with this dtype ("bfloat16": how models are trained here).
         output: a file, or a folder for evaluation.json; None: the run folder, or no file for other models.
+        instruments: "all" or names of instruments.py (eviction, quantisation, length), measured on the text that the
+            run held out, or else on the first text of `perplexity`.
+        sequences: number of sequences for the instruments.
         seed: of the harness's samplers; zero-shot scores do not depend on it.
         cache: a dict that is shared between calls, so that text is tokenised once for models with the same tokenizer.
     """
@@ -79,13 +85,19 @@ def evaluate(
         raise ValueError(f"limit must be None or an integer of at least 1, got {limit!r}")
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise ValueError(f"batch_size must be None or an integer of at least 1, got {batch_size!r}")
+    if isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 1:
+        raise ValueError(f"sequences must be an integer of at least 1, got {sequences!r}")
     cache = {} if cache is None else cache
-    texts = _named_texts(perplexity)
-    chosen = _chosen_tasks(tasks, task_data, engine, bool(texts))
+    texts, measured = _named_texts(perplexity), parse_instruments(instruments)
+    chosen = _chosen_tasks(tasks, task_data, engine, bool(texts or measured))
     casting = parse_dtype("autocast", autocast)
     from_disk = isinstance(path_or_model, str | Path)
     folder, run = find_model(path_or_model) if from_disk else (None, None)
     documents = {name: _read(name, source, run, limit, cache) for name, source in texts.items()}
+    if measured:
+        has_heldout = run is not None and run.exists and bool(run.recipe().heldout)
+        first = next(iter(documents.values()), None)
+        inspected = _read("heldout", None, run, limit, cache) if has_heldout or first is None else first
     if folder is None:
         model = check_loaded_model(path_or_model, dtype)
     else:
@@ -99,7 +111,7 @@ def evaluate(
         "autocast": None if casting is None else str(casting).removeprefix("torch."),
     }
 
-    results: dict[str, Any] = {"perplexity": {}, "tasks": {}}
+    results: dict[str, Any] = {"perplexity": {}, "tasks": {}, "instruments": {}}
     window = length or default_length(model, run)
     for name, (source, texts_of_source) in documents.items():
         found = measure_perplexity(
@@ -123,6 +135,12 @@ def evaluate(
             how = {"engine": engine, "limit": limit, **numerics, "date": now()}
             results["tasks"][name] = task_entry(task, scores[name]) | how
 
+    if measured:
+        results["instruments"] = run_instruments(
+            model, tokenizer, inspected[1], measured, source=inspected[0], length=window, sequences=sequences,
+            recipe=run.recipe() if run is not None and run.exists else None, autocast=casting,
+        )  # fmt: skip
+
     made = describe_machine(next(model.parameters()).device) | {"model": identity, **numerics}
     target = output_file(output, run)
     merged = plain_numbers({"schema": SCHEMA, "made": made, **merge(target, results, identity)})
@@ -144,7 +162,7 @@ def format_evaluation(path: Any, found: dict[str, Any]) -> str:
     for name, entry in found["tasks"].items():
         value, stderr = _number(entry["value"]), _number(entry["stderr"])
         lines.append(f"  {name:16} {entry['metric']:>10} {value:>10} {stderr:>10} {entry['n']:>10}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_instruments(found["instruments"])])
 
 
 def _number(value: float | None) -> str:
@@ -189,14 +207,14 @@ def merge(target: Path | None, results: dict[str, Any], identity: str) -> dict[s
     if target is None or not target.is_file():
         return results
     old = read_table(target)
-    parts = {part: old.get(part) or {} for part in ("made", "perplexity", "tasks")}
+    parts = {part: old.get(part) or {} for part in ("made", *results)}
     for part, found in parts.items():
         if not isinstance(found, dict):
             raise ValueError(f"{target}: {part} must be an object, got {kind(found)}; was it edited? Move it away")
     if parts["made"].get("model") != identity:
         warnings.warn(f"{target} holds results of other weights, which are replaced", stacklevel=3)
         return results
-    return {part: parts[part] | results[part] for part in ("perplexity", "tasks")}
+    return {part: parts[part] | results[part] for part in results}
 
 
 def output_file(output: str | Path | None, run: RunFolder | None) -> Path | None:

@@ -43,7 +43,10 @@ class AttentionCall:
     beta: Tensor | None = None  # [B, H, T]
     sink: Tensor | None = None  # [H] or [B, H, T]
     gate: Tensor | None = None  # [B, H, T, D]
-    difference: Tensor | None = None  # [B, H, T]; how much of the other head of its pair a head subtracts
+    exclusion: Tensor | float | None = None  # [B, H, T] or a number
+    norm_weight: Tensor | None = None  # [H, D]
+    weights: str = "softmax"  # the function of the scores
+    difference: Tensor | None = None  # [B, H, T]; how much of the next head a head subtracts
     mask: Tensor | None = None  # [B, S] or [B, 1|H, T, S]
     is_causal: bool = False
     window: int | None = None

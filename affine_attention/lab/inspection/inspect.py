@@ -6,6 +6,7 @@ Sequences and layers are processed one at a time, and only a tally per layer is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def measure(
             maps[call.layer] = metrics.weight_map(
                 call.query, call.key, map_length, alpha=call.alpha, beta=call.beta, sink=call.sink,
                 visibility=call.visibility, softmax_scale=call.softmax_scale, difference=call.difference,
+                weights=call.weights,
             ).cpu()  # fmt: skip
 
     # Only the decoder if the model has one: the logits would be by far the largest tensor.
@@ -217,7 +219,32 @@ def format_inspection(name: str | Path, found: dict[str, Any]) -> str:
     for layer in range(found["layers"]):
         cells = (_mean_text(values[layer]) for values in columns.values())
         lines.append(f"  {layer:>5}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join([*lines, *(f"  {sentence}" for sentence in found["missing"])])
+    return "\n".join([*lines, *_sinks_text(found), *(f"  {sentence}" for sentence in found["missing"])])
+
+
+def _sinks_text(found: dict[str, Any]) -> list[str]:
+    """Sinks, activations and the spread of alpha, one line each."""
+    rate, lines = found["sink_rate"]["rate"], []
+    if rate["weights"] is not None and rate["softmax"] is not None:
+        lines.append(
+            f"  sink rate {rate['weights']:.1%} (of the softmax part {rate['softmax']:.1%}); uniform attention puts "
+            f"{_mean_text([*chain(*found['first_token']['uniform'])])} on the first token"
+        )
+    activations = found["activations"]
+    if activations is not None and None not in activations["largest"]:
+        layer = max(range(len(activations["largest"])), key=activations["largest"].__getitem__)
+        place = f"position {activations['position'][layer]}, channel {activations['channel'][layer]}"
+        lines.append(
+            f"  largest activation {activations['largest'][layer]:,.4g} after layer {layer}, {place}; the median there "
+            f"is {activations['median'][layer]:.3g}"
+        )
+    if found["value_norm"] is not None:
+        first, others = (_mean_text([*chain(*found["value_norm"][key])]) for key in ("first", "others"))
+        lines.append(f"  norm of values: first token {first}, others {others}")
+    if found["alpha"] is not None:
+        within, between = (_mean_text(found["alpha"][f"{key}_heads"]) for key in ("within", "between"))
+        lines.append(f"  spread of alpha: {within} within a head, {between} between heads")
+    return lines
 
 
 def _mean_text(values: list[float | None]) -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...ops.dtypes import row_dtype
 from ...ops.visibility import Visibility
+from .other_weights import minus_next, of_signed, other_rows, weigh
 
 BLOCK_SCORES = {"cpu": 2**20, "cuda": 2**25}  # scores in memory at a time; on the CPU they should fit into its caches
 MOST_ROWS = 1024
@@ -59,13 +60,15 @@ def measure_rows(
     softmax_scale: float,
     token_mask: Tensor | None = None,
     difference: Tensor | None = None,
+    weights: str = "softmax",
 ) -> Rows:
     """The statistics of every query of a call, with O(T) memory per head and O(T S D) operations.
 
     Args:
         query, key, alpha, beta, sink, softmax_scale: as `affine_attention.attention` takes them.
         difference: [B, H, T] of a differential mechanism, whose w is that of the head minus `difference` times that of
-            the other head of its pair; `entropy_softmax` stays that of the head alone.
+            the next head of its key-value head; `entropy_softmax` stays that of the head alone.
+        weights: the function of the scores; for one other than softmax, `entropy_softmax` is that of abs(p).
         visibility: which keys each query sees.
         token_mask: boolean [B, T], True for real tokens; None counts every query.
     """
@@ -98,6 +101,7 @@ def measure_rows(
                     first_key_BT[min(b, len(first_key_BT) - 1), rows],
                     visible, own, rows, keys,
                     None if difference is None else difference[b, own, rows].to(dtype),
+                    weights,
                 )  # fmt: skip
                 out[:, b, own, rows] = part
     return Rows._make([*out.unbind(0), counted])
@@ -116,9 +120,19 @@ def _block_rows(
     rows: slice,
     keys: slice,
     difference_RT: Tensor | None,
+    function: str,
 ) -> Tensor:
     """The statistics [9, R, rows] of a few rows, for the R query heads of one key-value head and all their keys."""
     scores = query_RTD @ key_SD[keys].T
+    if function != "softmax":
+        seen = visible.block(rows, keys)
+        seen_RTS = (
+            torch.ones_like(scores, dtype=torch.bool)
+            if seen is None
+            else (seen[0, heads] if seen.shape[1] > 1 else seen[0]).expand_as(scores)
+        )
+        first_T = torch.where(first_key_T < 0, -1, first_key_T - keys.start).to(scores.device)
+        return other_rows(function, scores, seen_RTS, seen_keys_RT, first_T, alpha_RT, beta_RT, difference_RT)
     # Keys before `edge` are visible to every row: a causal block needs a mask only for the last few keys.
     edge = keys.start
     if visible.has_ranges_only and visible.window is None and visible.is_causal:
@@ -156,16 +170,12 @@ def _block_rows(
             if hidden is not None:
                 weights[..., masked].masked_fill_(hidden, 0)
         first_RT, first_softmax_RT, softmax_sum_RT = (
-            _minus_pair(x, difference_RT) for x in (first_RT, first_softmax_RT, softmax_sum_RT)
+            minus_next(x, difference_RT) for x in (first_RT, first_softmax_RT, softmax_sum_RT)
         )
-        row_sum_RT, absolute_RT, negative_RT, weights_entropy_RT = _of_signed(
-            _minus_pair(weights, difference_RT[..., None])
+        row_sum_RT, absolute_RT, negative_RT, weights_entropy_RT = of_signed(
+            minus_next(weights, difference_RT[..., None])
         )
-        return torch.stack(
-            [row_sum_RT, absolute_RT, negative_RT, first_RT, first_softmax_RT, softmax_sum_RT, uniform_RT, entropy_RT,
-             weights_entropy_RT]
-        )  # fmt: skip
-    if beta_RT is None:
+    elif beta_RT is None:
         absolute_RT = row_sum_RT.abs()
         negative_RT = (row_sum_RT < 0).to(row_sum_RT.dtype)
         weights_entropy_RT = entropy_RT.masked_fill(row_sum_RT == 0, torch.nan)
@@ -189,20 +199,6 @@ def _block_rows(
     )  # fmt: skip
 
 
-def _minus_pair(of_heads: Tensor, difference: Tensor) -> Tensor:
-    return of_heads - difference * of_heads.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-def _of_signed(weights_RTS: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row sum, absolute sum, share of negative weights and entropy of abs(w) / sum abs(w), from weights of any sign."""
-    sizes = weights_RTS.abs()
-    absolute_RT = sizes.sum(-1)
-    whole_RT = absolute_RT.clamp(min=torch.finfo(absolute_RT.dtype).tiny)
-    negative_RT = weights_RTS.clamp(max=0).sum(-1).neg() / whole_RT
-    entropy_RT = whole_RT.log() - torch.xlogy(sizes, sizes).sum(-1) / whole_RT
-    return weights_RTS.sum(-1), absolute_RT, negative_RT, entropy_RT.masked_fill(absolute_RT == 0, torch.nan)
-
-
 def _first_token(
     query_RTD: Tensor,
     key_SD: Tensor,
@@ -213,7 +209,7 @@ def _first_token(
     heads: slice,
     rows: slice,
 ) -> tuple[Tensor, Tensor]:
-    """(alpha p of the first token of each row's document, or 0 if the row does not see it; whether it does, 0 or 1)."""
+    """(alpha p of the first token of each row, 0 if the row does not see it; whether it sees it, as 0 or 1)."""
     first_key_T = first_key_T.to(key_SD.device)
     exists_T = first_key_T >= 0
     index_T = first_key_T.clamp(min=0)
@@ -296,6 +292,7 @@ def weight_map(
     visibility: Visibility,
     softmax_scale: float,
     difference: Tensor | None = None,
+    weights: str = "softmax",
 ) -> Tensor:
     """The signed weights of the first `length` queries and keys of the first row of the batch: [H, length, length].
 
@@ -304,7 +301,7 @@ def weight_map(
     dtype, heads = row_dtype(query.dtype), query.shape[1]
     visible = visibility.for_batch(slice(0, 1))
     length = min(length, query.shape[2], key.shape[2])
-    weights = torch.zeros(heads, length, length, dtype=dtype, device=query.device)
+    maps = torch.zeros(heads, length, length, dtype=dtype, device=query.device)
     repeats = heads // key.shape[1]
     for head in range(heads):
         for rows, keys in _blocks(visible, 1, length):
@@ -313,10 +310,14 @@ def weight_map(
             hidden = None if seen is None else ~seen[0, head if seen.shape[1] > 1 else 0]
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -torch.inf)
-            if sink is not None:
-                of_rows = sink[head, None, None] if sink.dim() == 1 else sink[0, head, rows, None]
-                scores = torch.cat([scores, of_rows.to(dtype).expand(len(scores), 1)], 1)
-            part = torch.softmax(scores, -1)[:, : keys.stop - keys.start]
+            if weights != "softmax":
+                shown = torch.ones_like(scores, dtype=torch.bool) if hidden is None else ~hidden
+                part = weigh(weights, scores[None], shown[None], shown.sum(-1)[None])[0]
+            else:
+                if sink is not None:
+                    of_rows = sink[head, None, None] if sink.dim() == 1 else sink[0, head, rows, None]
+                    scores = torch.cat([scores, of_rows.to(dtype).expand(len(scores), 1)], 1)
+                part = torch.softmax(scores, -1)[:, : keys.stop - keys.start]
             if alpha is not None:
                 part = part * alpha[0, head, rows, None]
             if beta is not None:
@@ -324,8 +325,11 @@ def weight_map(
             if hidden is not None:
                 part = part.masked_fill(hidden, 0)
             stop = max(min(keys.stop, length), keys.start)
-            weights[head, rows, keys.start : stop] = part[:, : stop - keys.start]
-    return weights if difference is None else _minus_pair(weights, difference[0, :, :length, None].to(dtype))
+            maps[head, rows, keys.start : stop] = part[:, : stop - keys.start]
+    if difference is None:
+        return maps
+    groups = maps.split(repeats), difference[0, :, :length, None].to(dtype).split(repeats)
+    return torch.cat([minus_next(*pair) for pair in zip(*groups, strict=True)])
 
 
 def is_saturated(alpha: Tensor) -> Tensor:

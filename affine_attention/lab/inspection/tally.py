@@ -44,6 +44,7 @@ class LayerTally:
         rows = metrics.measure_rows(
             call.query, call.key, alpha=call.alpha, beta=call.beta, sink=call.sink, visibility=call.visibility,
             softmax_scale=call.softmax_scale, token_mask=call.token_mask, difference=call.difference,
+            weights=call.weights,
         )  # fmt: skip
         self.not_finite += int((~rows.row_sum.isfinite() & rows.counted).sum())
         with_weights = rows.counted & (rows.absolute_sum != 0)  # the entropy of a row of zeros is undefined

@@ -13,6 +13,7 @@ from .collect import Run, load_run, load_runs
 from .first_tokens import first_token_table
 from .gradient_windows import gradient_window_table
 from .groups import Group, group_runs
+from .instruments import instrument_tables
 from .maps import packed_maps
 from .markdown import write_markdown
 from .page import escaped, figure_html, page, rich, table_html
@@ -67,17 +68,19 @@ def render(runs: list[Run], title: str | None = None, unreadable: dict[str, str]
         runs_table(groups), made_table(groups), perplexity_table(groups), tables.delta_table(groups),
         tables.table_1(groups), tables.table_2(groups), tables.table_3(groups), tables.table_4(groups),
         tables.table_5(groups), gradient_window_table(groups), first_token_table(groups),
+        *instrument_tables(groups),
     ):  # fmt: skip
         parts[table.key] = table_html(table)
     papers = "".join(table_html(tables.paper_table(f"table-{index}")) for index in (1, 2, 3, 4))
     sections = [
         ("overview", "At a glance", _join(parts, "forest", "deltas", "runs") + missing_html(groups, unreadable)),
         ("claims", "The paper’s claims", claims_html(groups)),
-        ("quality", "Quality", _join(parts, "table-1", "table-2", "table-3", "perplexity")),
+        ("quality", "Quality", _join(parts, "table-1", "table-2", "table-3", "perplexity", "robustness",
+                                     "lengths")),
         ("training", "Training", _join(parts, "figure-7", "figure-10", "figure-8", "table-4",
                                        "gradient-windows", "table-5", "figure-2", "saturation", "speed")),
-        ("attention", "Inside attention", _join(parts, "figure-3", "figure-4", "first-tokens", "figure-5",
-                                                "figure-6", "alpha", "figure-11", "heads")),
+        ("attention", "Inside attention", _join(parts, "figure-3", "figure-4", "first-tokens", "activations",
+                                                "figure-5", "figure-6", "alpha", "figure-11", "heads")),
         ("maps", "Attention maps", _join(parts, "figure-9")),
         ("made-of", "What was run", _join(parts, "made") + details_of_runs(groups)),
         ("paper", "The paper’s own numbers", _paper_lead(groups) + papers),

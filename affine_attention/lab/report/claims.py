@@ -247,7 +247,7 @@ def _activation(setting: Setting, measures: Measures) -> Claim:
 
 def _controls(setting: Setting, measures: Measures) -> Claim:
     pairs = [("affine", "head_gated"), ("affine", "affine_no_bias"), ("head_gated", "softmax"), ("gated", "softmax"),
-             ("sink", "softmax"), ("off_by_one", "softmax")]  # fmt: skip
+             ("gated", "head_gated"), ("sink", "softmax"), ("off_by_one", "softmax")]  # fmt: skip
     return Claim(
         "claim-controls", "Controls that the paper lacks", "not in the paper",
         "“holds” means that the first of the two is better. head_gated scales each head with as many parameters as "

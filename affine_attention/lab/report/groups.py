@@ -32,7 +32,14 @@ COLOURS = {
     "per_head_alpha": ("#5b7a00", "#b3d14f"),
     "constant_alpha": ("#7d6a76", "#c9b6c2"),
     "token_sink": ("#b86200", "#ffc46b"),
+    "exclusive": ("#3d6b35", "#8fcf84"),
+    "exclusive_gated": ("#00694a", "#4fe0a8"),
+    "normed_gated": ("#006a8a", "#59c9ee"),
     "differential": ("#9c1f4f", "#f59ab8"),
+    "signed_weights": ("#7a2a8c", "#d593e6"),
+    "sigmoid_weights": ("#94530f", "#dfa468"),
+    "softplus_weights": ("#54660c", "#c2d36a"),
+    "normalized_weights": ("#2f5f66", "#86c3cb"),
 }
 OTHER_COLOURS = (("#6a4fb3", "#ab97f0"), ("#7a5230", "#c79a72"), ("#3f7d20", "#93cf70"), ("#a01830", "#f07f90"))
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4")
@@ -157,8 +164,11 @@ def omitted_settings(groups: list[Group]) -> str:
 
 
 def _is_of_presets(key: str) -> bool:
-    """True for settings that differ between presets, so that the name of the mechanism implies them."""
-    return len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
+    """True for settings that differ between presets, so that the name of the mechanism implies them.
+
+    N is not one of them, although some presets count the visible keys: with the others it is the training length.
+    """
+    return key != "mechanism.bias_length" and len({_frozen(_preset(name).get(key)) for name in PRESETS}) > 1
 
 
 def _of_most_runs(recipe: str, groups: list[Group]) -> dict[str, Any]:

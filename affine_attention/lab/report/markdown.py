@@ -14,6 +14,7 @@ from .claim_tables import claim_tables
 from .first_tokens import first_token_table
 from .gradient_windows import gradient_window_table
 from .groups import Group
+from .instruments import instrument_tables
 from .runs import made_table, perplexity_table, runs_table
 from .text import short, visible
 
@@ -33,9 +34,12 @@ def markdown(groups: list[Group], unreadable: dict[str, str] | None = None) -> s
         ("Training", [tables.table_4(groups), gradient_window_table(groups), tables.table_5(groups)]),
         ("Attention", [first_token_table(groups)]),
         ("Perplexity", [perplexity_table(groups)]),
+        ("Instruments", [table for table in instrument_tables(groups) if table.rows]),
         ("What was run", [runs_table(groups), made_table(groups)]),
     ]
-    parts = [f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections]
+    parts = [
+        f"## {name}\n\n" + "\n\n".join(table_markdown(table) for table in found) for name, found in sections if found
+    ]
     faults = [
         f"{inline(short(path))}: unreadable: {inline(short(why, 400))}" for path, why in (unreadable or {}).items()
     ]
@@ -76,12 +80,17 @@ def table_markdown(table: Table) -> str:
     lines = [f"### {inline(table.title)}", ""]
     if not table.rows:
         return "\n".join([*lines, _prose(table.missing)])
-    sides = ["---:" if cell.numeric else ":---" for cell in table.rows[0].cells]
-    lines += [_prose(table.caption), "", _line(inline(short(column, 60)) for column in table.columns), _line(sides)]
-    lines += [_line(_cell(cell, row) for cell in row.cells) for row in table.rows]
+    lines += [_prose(table.caption), "", *table_rows(table.columns, table.rows)]
     for note in table.notes:
         lines += ["", _prose(note)]
     return "\n".join(lines)
+
+
+def table_rows(columns: Iterable[str], rows: list[Row]) -> list[str]:
+    """The lines of a table with at least one row."""
+    sides = ["---:" if cell.numeric else ":---" for cell in rows[0].cells]
+    head = [_line(inline(short(column, 60)) for column in columns), _line(sides)]
+    return [*head, *(_line(_cell(cell, row) for cell in row.cells) for row in rows)]
 
 
 def _cell(cell: Cell, row: Row) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .statistics import Estimate, chi_squared_tail, difference, estimate, t_quantile
+from .statistics import Estimate, chi_squared_tail, difference, estimate, noncentrality, t_quantile
 
 Values = Mapping[Any, float]  # by seed
 UNEQUAL = 0.05  # Bartlett's p below which variances count as unequal
@@ -49,9 +49,8 @@ class Pool:
         return t_quantile(self.freedom) * self.deviation * math.sqrt(2 / seeds)
 
     def detectable_difference(self, seeds: int, power: float = 0.8) -> float:
-        """The true difference that excludes zero with this probability: (t(0.975) + t(power)) standard errors."""
-        quantiles = t_quantile(self.freedom) + t_quantile(self.freedom, 2 * power - 1)
-        return quantiles * self.deviation * math.sqrt(2 / seeds)
+        """The true difference whose interval excludes zero, on the right side, with this probability."""
+        return noncentrality(self.freedom, power) * self.deviation * math.sqrt(2 / seeds)
 
 
 def pool(cells: Sequence[Values]) -> Pool | None:

@@ -175,6 +175,8 @@ def _at_best_rates(settings: list[Setting], tested: list[Measure], same_runs: li
         for name, each in table.items():
             if base is None or each is base or base.best is None or each.best is None:
                 continue
+            if each.best == base.best:  # one setting, in which they are compared already
+                continue
             names = (f"{name} at {each.best:g}", f"{BASELINE} at {base.best:g}")
             ours, other = (names[0], each.groups[each.best]), (names[1], base.groups[base.best])
             found += _compared(ours, other, label, tested, same_runs)

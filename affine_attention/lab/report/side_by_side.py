@@ -11,7 +11,7 @@ from ...visible import visible
 from . import attention_measures as attention
 from .cells import shown
 from .collect import Run, load_runs
-from .first_tokens import SINK_RATE, STRONGEST, UNIFORM
+from .first_tokens import SINK_RATE, SINK_RATE_OF_SOFTMAX, STRONGEST, UNIFORM
 from .gradient_windows import AFTER_WARMUP, WINDOWS, clipped_measure, cv_measure, largest_measure
 from .groups import BOOKKEEPING, group_runs
 from .measures import Measure, incomparable, log_perplexity_measures, loss_measures, parameters, speed, task_measures
@@ -50,6 +50,7 @@ def _measures(runs: list[Run]) -> list[tuple[str, list[Measure]]]:
     groups = group_runs(runs)
     gradients = [make(window) for window in WINDOWS for make in (cv_measure, clipped_measure)]
     inside = [attention.FIRST_TOKEN, attention.FIRST_TOKEN_OF_SOFTMAX, UNIFORM, STRONGEST, SINK_RATE,
+              SINK_RATE_OF_SOFTMAX,
               attention.ENTROPY, attention.ENTROPY_OF_SOFTMAX, attention.TOTAL_WEIGHT_SPREAD,
               attention.ENTROPY_SPREAD, attention.ROW_SUM_SPREAD]  # fmt: skip
     return [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from .contents import check_schedule
 from .nonfinite import NotFiniteError, find_not_finite
 from .pressure import SinkPressure
 from .progress import Progress
+from .sequence_split import SequenceSplit
 from .signals import StopSignals
 from .state import (
     Gathering,
@@ -72,6 +74,7 @@ class DistillTrainer(Trainer):
         train_dataset: sequences in their final order.
         heldout: held-out sequences, or None.
         teacher: on the student's device, in evaluation mode; None for plain cross-entropy.
+        sequence: the sequence groups of the ranks, or None if each rank holds whole sequences.
         tokenizer: its special tokens are copied to the model's configuration.
         checkpoints: the checkpoints of the run.
         signals: recorded stop signals; the run stops after the current step.
@@ -96,6 +99,7 @@ class DistillTrainer(Trainer):
         checkpoints: Checkpoints,
         heldout: Any = None,
         teacher: nn.Module | None = None,
+        sequence: SequenceSplit | None = None,
         tokenizer: Any = None,
         signals: StopSignals | None = None,
         progress: Progress | None = None,
@@ -117,6 +121,7 @@ class DistillTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         self.recipe, self.run, self.teacher, self.heldout = recipe, run, teacher, heldout
+        self.sequence = sequence
         self.loss, self.pressure = make_loss(recipe), SinkPressure(recipe)
         self.checkpoints, self.signals = checkpoints, signals or StopSignals()
         self.progress = progress or Progress(recipe.steps, shown=False)
@@ -137,12 +142,26 @@ class DistillTrainer(Trainer):
     ) -> Any:
         if self.pressure.applies(self.state.global_step + 1):
             inputs = self.pressure.hide(inputs)
-        parts = self.loss(model, self.teacher, inputs)
         assert num_items_in_batch is not None, "every batch has labels"
+        if self.sequence is not None:
+            inputs = self.sequence.part(inputs, self.loss, self.teacher)
+            # Each rank of a group counts the same batch. Not in place: all micro-batches of a step share the tensor.
+            num_items_in_batch = num_items_in_batch // self.sequence.size
+        parts = self.loss(model, self.teacher, inputs)
         self._sums += parts.stacked()
         self._items = num_items_in_batch
         # DDP and FSDP2 average gradients over ranks, but the loss is a sum over ranks.
         return parts.total_sum * (self.accelerator.num_processes / num_items_in_batch)
+
+    def get_train_dataloader(self) -> Any:
+        if self.sequence is None:
+            return super().get_train_dataloader()
+        assert self.train_dataset is not None
+        loader: Any = torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=self._train_batch_size, shuffle=False, collate_fn=collate,
+            pin_memory=self.args.dataloader_pin_memory,
+        )  # fmt: skip
+        return self.sequence.loader(loader, self.args.device)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay applies to matrices (embeddings, Linears, W_a, W_g), not to vectors (norms, biases, sinks)."""
@@ -255,7 +274,8 @@ class DistillTrainer(Trainer):
         model = self.model
         model.eval()
         try:
-            with Probe(model) as probe:
+            whole = nullcontext() if self.sequence is None else self.sequence.whole()
+            with whole, Probe(model) as probe:
                 model(**inputs, use_cache=False, logits_to_keep=1)
             return probe.result()
         finally:
@@ -266,6 +286,8 @@ class DistillTrainer(Trainer):
         """The training loss on held-out text, averaged over all tokens of all ranks; every rank must call."""
         assert self.heldout is not None
         count, rank, ranks = min(EVALUATED, len(self.heldout)), self.args.process_index, self.args.world_size
+        if self.sequence is not None:
+            rank, ranks = self.sequence.data_rank, self.sequence.data_ranks
         size = self.args.per_device_train_batch_size
         # FSDP2 needs the same number of batches on every rank, and a compiled model needs full batches: the rest is
         # padded with sequences whose labels are ignored.
@@ -278,12 +300,16 @@ class DistillTrainer(Trainer):
             for first in range(0, len(mine), size):
                 batch = collate([self._heldout_item(item, count) for item in mine[first : first + size]])
                 inputs = {key: value.to(self.args.device) for key, value in batch.items()}
+                labels = inputs["labels"][:, 1:]
+                if self.sequence is not None:
+                    inputs = self.sequence.part(inputs, self.loss, self.teacher)
+                    labels = inputs["shift_labels"]
                 parts = self.loss(model, self.teacher, inputs)
                 sums[:3] += parts.stacked()
-                sums[3] += (inputs["labels"][:, 1:] != -100).sum()
+                sums[3] += (labels != -100).sum()
         finally:
             model.train()
-        if ranks > 1:
+        if self.args.world_size > 1:
             torch.distributed.all_reduce(sums)
         total, kd, ce, tokens = sums.tolist()
         if not tokens:

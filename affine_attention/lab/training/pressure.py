@@ -1,9 +1,10 @@
 """Decides in which steps keys are hidden from the student, and hides them.
 
-A converted model keeps the attention sinks of its original unless training makes them useless. Under sink pressure the
-student does not see the first key, or sees only a window of keys, in a share of the steps; the teacher always sees
-everything. The choice of a step is a function of the data seed and of the number of the step, so a resumed run, every
-rank, every micro-batch and every mechanism with the same seed make the same choice, and nothing needs to be stored.
+A converted model keeps the attention sinks of its original unless training makes them useless. Under sink pressure,
+in a share of the steps, the student loses the first key after a few tokens, or sees only a window of keys; the teacher
+always sees everything. The choice of a step is a function of the data seed and of the number of the step, so a resumed
+run, every rank, every micro-batch and every mechanism with the same seed make the same choice, and nothing needs to be
+stored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class SinkPressure:
     def __init__(self, recipe: Recipe) -> None:
         self.kind, self.share, self.seed = recipe.sink_pressure, recipe.pressure_share, recipe.data_seed
         self.hidden: dict[str, Any] = (
-            {"first_key": True} if self.kind == "first_key" else {"window": recipe.pressure_window}
+            {"first_key_after": recipe.pressure_after}
+            if self.kind == "first_key"
+            else {"window": recipe.pressure_window}
         )
 
     def applies(self, step: int) -> bool:

@@ -152,8 +152,26 @@ def check_teacher(recipe: Recipe, student: Any, teacher: Any) -> None:
         )
 
 
-def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: torch.device) -> dict[str, str]:
-    """The attention implementation for a micro-batch of the student, and the reason (`explain` with real shapes)."""
+def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: torch.device) -> dict[str, Any]:
+    """The attention implementation for a micro-batch of the student, and the reason (`explain` with real shapes).
+
+    With sink pressure, `pressure` has the same for the steps with evicted keys.
+    """
+    length = recipe.sequence_length
+    segments = torch.zeros(batch, length, dtype=torch.int64, device=device) if recipe.document_boundaries else None
+    visible: dict[str, Any] = {"is_causal": True, "segment_ids": segments}
+    found: dict[str, Any] = _explain(recipe, student, batch, device, visible)
+    if recipe.sink_pressure == "window":
+        found["pressure"] = _explain(recipe, student, batch, device, visible | {"window": recipe.pressure_window})
+    elif recipe.sink_pressure == "first_key":
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).expand(batch, -1, -1, -1)
+        found["pressure"] = _explain(recipe, student, batch, device, {"mask": mask})
+    return found
+
+
+def _explain(
+    recipe: Recipe, student: nn.Module, batch: int, device: torch.device, visible: dict[str, Any]
+) -> dict[str, str]:
     layer = next(module for module in student.modules() if isinstance(module, AttentionMechanism))
     config: Any = student.config.get_text_config()  # type: ignore[operator, union-attr]
     heads, width, length = layer.num_heads, layer.head_dim, recipe.sequence_length
@@ -175,11 +193,11 @@ def explain_attention(recipe: Recipe, student: nn.Module, batch: int, device: to
         if mechanism.sink is None
         else empty(*(rows if mechanism.sink == "token" else (heads,)), kind=torch.float32),
         gate=empty(batch, length, heads, width).transpose(1, 2) if mechanism.gate else None,
-        is_causal=True,
-        segment_ids=torch.zeros(batch, length, dtype=torch.int64, device=device)
-        if recipe.document_boundaries
-        else None,
+        exclusion=None if mechanism.exclusion is None else 1.0,
+        norm_weight=empty(heads, width) if mechanism.head_norm else None,
+        weights=mechanism.weights,
         nonnegative_alpha=mechanism.nonnegative_alpha,
+        **visible,
     )
     why = str(choice)
     if mechanism.has_alpha and not mechanism.has_kernels and device.type == "cuda":

@@ -40,6 +40,7 @@ from .lock import check_folder, lock_run, prepare_run
 from .nonfinite import NotFiniteError
 from .pressure import check_pressure
 from .progress import Progress, wants_progress
+from .sequence_split import SequenceSplit
 from .signals import Stopped, StopSignals
 from .steplog import StepLog
 from .stream_position import ResumableStream
@@ -134,6 +135,9 @@ def _train(
     student = build_student(sources)
     check_fit(sources, student, corpus.vocabulary_size)
     check_pressure(sources, student)
+    sequence = None
+    if recipe.sequence_parallel > 1:
+        sequence = SequenceSplit(student, recipe.sequence_parallel, ranks, device)
     teacher = _load_teacher(sources, student, device)
     caches_teacher = recipe.remember_teacher and teacher is not None and recipe.kd_weight > 0
     if caches_teacher:
@@ -178,7 +182,8 @@ def _train(
     with _tensorboard_in(run.path / "tensorboard"):
         trainer = DistillTrainer(
             recipe, run, student, arguments, text, checkpoints=checkpoints, heldout=heldout, teacher=teacher,
-            tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step, on_ready=begin,
+            sequence=sequence, tokenizer=corpus.tokenizer, signals=signals, progress=progress, on_step=on_step,
+            on_ready=begin,
             utilisation=make_utilisation(
                 student, recipe.sequence_length, device, ranks, None if caches_teacher else teacher
             ),

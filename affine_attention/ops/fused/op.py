@@ -26,7 +26,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def plan_of(call: AttentionCall, needs_gradient: bool) -> Plan:
     """The plan of a call, made at the first call of its kind."""
     key = (*map(_kind, inputs_of(call)), call.visibility.is_causal, call.visibility.window, call.softmax_scale,
-           call.nonnegative_alpha, needs_gradient, torch._C._get_deterministic_algorithms(),
+           call.nonnegative_alpha, call.weights, needs_gradient, torch._C._get_deterministic_algorithms(),
            torch._C._get_cudnn_sdp_enabled())  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

@@ -23,6 +23,7 @@ from . import HAS_TRITON, INTERPRETED, MIN_CAPABILITY, capability_of
 
 CUDNN_CAPABILITY, HOPPER = 90, range(90, 100)
 MAX_HEAD_DIM, MAX_DECODED_QUERIES = 256, 16
+WEIGHTS = ("softmax", "signed", "sigmoid")  # the weight functions of the flash kernels
 HALF, SERVED = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
 # Elements of query from which a call saves its output instead of O. Below, O costs at most 64 MiB, and its
 # recomputation in the backward would take two more launches and a second stream. 0: every call, for tests.
@@ -57,6 +58,10 @@ def why_not_fused(call: AttentionCall) -> str | None:
         return "needs Triton, which is not installed"
     if query.device.type == "cuda" and capability_of(query) < MIN_CAPABILITY:
         return f"needs a GPU of compute capability 8.0 or newer, got {capability_of(query) / 10}"
+    if call.weights not in WEIGHTS:
+        return f"has kernels for weights={', '.join(map(repr, WEIGHTS))}, got {call.weights!r}"
+    if call.weights != "softmax" and torch.compiler.is_compiling():
+        return f"serves weights={call.weights!r} outside of compiled graphs only"
     if query.dtype not in SERVED:
         return f"takes bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] > MAX_HEAD_DIM:
@@ -71,6 +76,8 @@ def why_not_decode(call: AttentionCall, needs_gradient: bool) -> str | None:
     seen = call.visibility
     if call.query.device.type != "cuda":
         return f"needs a CUDA GPU, got {call.query.device.type} tensors"
+    if call.weights != "softmax":
+        return f"serves softmax weights, got {call.weights!r}"
     if seen.num_queries > MAX_DECODED_QUERIES:
         return f"serves up to {MAX_DECODED_QUERIES} queries, got T = {seen.num_queries}"
     if 0 in call.query.shape or 0 in call.key.shape:
@@ -93,6 +100,8 @@ def why_not_plain(call: AttentionCall) -> str | None:
         return f"takes bfloat16 and float16, got query of {query.dtype}"
     if query.shape[-1] % 8:
         return f"takes head dims that are multiples of 8, got {query.shape[-1]}"
+    if call.weights != "softmax":
+        return f"serves softmax weights, got {call.weights!r}"
     if call.rows.has_row_sinks:
         return "takes one sink per head [H], got a sink per row [B, H, T]"
     if 0 in query.shape or 0 in key.shape:
@@ -229,7 +238,7 @@ class Plan:
             if x is not None:
                 address |= x.data_ptr()
         if address & 15:
-            inputs = [x if x is None or x.data_ptr() & 15 == 0 else x.clone() for x in inputs]
+            inputs = [x if x is None or x.data_ptr() & 15 == 0 else _moved(x) for x in inputs]
         return inputs
 
     def _forward(self) -> Any:
@@ -337,6 +346,16 @@ def _addressable(x: Tensor) -> Tensor:
     from .shared.descriptors import addressable
 
     return addressable(x)
+
+
+def _moved(x: Tensor) -> Tensor:
+    """A copy at an aligned address with the strides of x, which the launches of a plan contain."""
+    copy = x.clone()  # keeps the strides of a tensor without gaps
+    if copy.stride() == x.stride():
+        return copy
+    once = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]  # expanded dimensions
+    room = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device)
+    return room.copy_(once).expand(x.shape)
 
 
 def aligned(x: Tensor) -> Tensor:

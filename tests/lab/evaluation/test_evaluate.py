@@ -53,7 +53,7 @@ def file_of(place: Path) -> dict:
 def test_a_run_gets_its_file_and_stages_add_to_it(place):
     first = evaluate(place / "run", perplexity={"held": place / "held.jsonl"}, device="cpu")
     assert file_of(place) == first
-    assert list(first) == ["schema", "made", "perplexity", "tasks"]
+    assert list(first) == ["schema", "made", "perplexity", "tasks", "instruments"]
     assert first["tasks"] == {}, "perplexity alone was asked for"
     assert first["perplexity"]["held"]["protocol"]["length"] == 40, "the recipe's sequence length"
     assert torch.__version__.startswith(first["made"]["versions"]["torch"])

@@ -12,12 +12,13 @@ from affine_attention import Mechanism, attention, attention_weights
 from affine_attention.hf import student
 from affine_attention.lab.inspection.capture import Probe, watch
 from affine_attention.nn import PRESETS, AttentionMechanism, SelfAttention, commit_running_alpha
-from affine_attention.nn.attention import subtract_pairs
+from affine_attention.nn.attention import subtract_next
 from tests.hf.models import SLIDING, WINDOW, make_model, make_tokens, plain_model, running_alphas
 from tests.hf.test_masks import LENGTHS, packed_positions, padded_rows
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-WEIGHTS = ("alpha", "beta", "sink", "mask", "is_causal", "window", "segment_ids", "softmax_scale")
+WEIGHTS = ("alpha", "beta", "sink", "mask", "is_causal", "window", "segment_ids", "softmax_scale",
+           "weights")  # fmt: skip
 
 
 def calls_of(model, *args, **inputs):
@@ -29,7 +30,7 @@ def calls_of(model, *args, **inputs):
 
 def weights_of(call):
     weights = attention_weights(call.query, call.key, **{name: getattr(call, name) for name in WEIGHTS})
-    return weights if call.difference is None else subtract_pairs(weights, call.difference)
+    return weights if call.difference is None else subtract_next(weights, call.difference, 2)
 
 
 def inputs_of(kind):

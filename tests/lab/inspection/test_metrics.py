@@ -33,6 +33,10 @@ MECHANISMS = {
     "token_sink": ("row_sink",),
     "differential": ("difference",),
     "all parts": ("alpha", "beta", "row_sink", "difference"),
+    "signed": ("weights=signed", "alpha", "beta"),
+    "sigmoid": ("weights=sigmoid",),
+    "softplus": ("weights=softplus", "difference", "beta"),
+    "normalized": ("weights=normalized", "alpha"),
 }
 
 
@@ -45,6 +49,8 @@ def make_call(mechanism="affine", keys=QUERIES, dtype=torch.float64, seed=0, **v
     rows = {name: x.to(dtype) if name in MECHANISMS[mechanism] else None for name, x in rows.items()}
     if "row_sink" in MECHANISMS[mechanism]:
         rows["sink"] = torch.randn(2, 4, QUERIES, generator=make, dtype=torch.float64).to(dtype)
+    if MECHANISMS[mechanism] and "=" in MECHANISMS[mechanism][0]:
+        rows["weights"] = MECHANISMS[mechanism][0].split("=")[1]
     if "difference" in MECHANISMS[mechanism]:
         rows["difference"] = torch.rand(2, 4, QUERIES, generator=make, dtype=torch.float64).to(dtype)
     return query.to(dtype), key.to(dtype), rows, visible
@@ -68,14 +74,15 @@ def truth_of(query, key, rows, visible, token_mask=None):
     """Everything from the dense weights, by the definitions in words."""
     seen = visibility_of(query, key, visible).dense().expand(2, 4, *(query.shape[2], key.shape[2]))
     weights = dense_weights(query, key, rows, visible)
-    softmax = attention_weights(query, key, **visible)  # no sink
+    softmax = attention_weights(query, key, weights=rows.get("weights", "softmax"), **visible).abs()  # no sink
+    softmax = softmax / softmax.sum(-1, keepdim=True).clamp(min=1e-300)
     counted = seen.any(-1) if token_mask is None else seen.any(-1) & token_mask[:, None]
 
     def entropy(share):
         return -torch.special.xlogy(share, share).sum(-1)
 
     absolute = weights.abs().sum(-1)
-    without_beta = dense_weights(query, key, rows | {"beta": None}, visible)
+    scaled = dense_weights(query, key, rows | {"beta": None}, visible)
     first, first_softmax, sees = (torch.zeros_like(absolute) for _ in range(3))
     segments = visible.get("segment_ids")
     for b in range(2):
@@ -88,15 +95,15 @@ def truth_of(query, key, rows, visible, token_mask=None):
                 own = own & (mask[b] if mask.dim() == 2 else mask[b].flatten(0, 1).any(0))
             at = own.nonzero()[0, 0]
             first[b, :, i] = weights[b, :, i, at]
-            first_softmax[b, :, i] = without_beta[b, :, i, at]
+            first_softmax[b, :, i] = scaled[b, :, i, at]
             sees[b, :, i] = seen[b, :, i, at].to(sees.dtype)
     return metrics.Rows(
         row_sum=weights.sum(-1),
         absolute_sum=absolute,
-        negative_mass=-weights.clamp(max=0).sum(-1) / absolute,
+        negative_mass=(-weights.clamp(max=0).sum(-1) / absolute).nan_to_num(0.0),
         first_token=first,
         first_softmax=first_softmax,
-        softmax_sum=without_beta.sum(-1),
+        softmax_sum=scaled.sum(-1),
         first_uniform=sees / seen.sum(-1).clamp(min=1),
         entropy_softmax=entropy(softmax),
         entropy_weights=entropy(weights.abs() / absolute[..., None]),
@@ -115,7 +122,9 @@ def assert_rows(mine, truth, **tolerance):
     assert torch.equal(mine.counted, truth.counted)
     for name in metrics.Rows._fields[:-1]:
         a, b = getattr(mine, name)[truth.counted], getattr(truth, name)[truth.counted]
-        torch.testing.assert_close(a.double(), b, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a.double(), b, **tolerance, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("budget", [1, 200, 2**20])
@@ -218,7 +227,7 @@ def test_mean_logits_of_low_precision_inputs_are_summed_in_fp64():
 
 
 @pytest.mark.parametrize("kind", VISIBLE)
-@pytest.mark.parametrize("mechanism", ["softmax", "everything", "all parts"])
+@pytest.mark.parametrize("mechanism", ["softmax", "everything", "all parts", "signed", "softplus"])
 def test_a_map_is_the_corner_of_the_weights(mechanism, kind, monkeypatch):
     query, key, rows, visible = make_call(mechanism, **VISIBLE[kind])
     truth = dense_weights(query, key, rows, visible)[0, :, :10, :10]

@@ -45,12 +45,19 @@ def inspected(mechanism, seed=0):
 def test_the_first_token_of_the_softmax_part_is_what_the_weights_say(name):
     run, direct = inspected(Mechanism.named(name, bias_length=N))
     assert measured.first_token_of_softmax(run) == pytest.approx(direct, rel=1e-6)
+    assert measured.first_token_of_softmax(of_earlier_version(run)) == pytest.approx(direct, rel=1e-6)
     if name == "affine":
         assert measured.first_token(run) != pytest.approx(direct, rel=0.05)
 
 
+def of_earlier_version(run):
+    """The run with an inspection that does not store the share of the softmax part."""
+    first = {key: value for key, value in run.inspection["first_token"].items() if key != "softmax"}
+    return Run(run.folder, {}, inspection={**run.inspection, "first_token": first})
+
+
 def test_missing_means_give_nan():
-    run, _ = inspected(Mechanism.named("affine", bias_length=N))
+    run = of_earlier_version(inspected(Mechanism.named("affine", bias_length=N))[0])
     for changes in ({"bias_length": "visible"}, {"bias_length": LENGTH - 1}, {"sink": "learned"}):
         other = Run(run.folder, {}, inspection={**run.inspection, "mechanism": run.inspection["mechanism"] | changes})
         assert math.isnan(measured.first_token_of_softmax(other))

@@ -265,7 +265,7 @@ def test_figures_are_saved_as_svg_png_and_csv(tab, path, browser, tmp_path):
     # Chromium stops a page after ten downloads in a row.
     wanted = {
         "figure-8": ("svg", "png", "csv"), "figure-3-averaged-over-heads-all-layers": ("svg", "csv"),
-        "figure-5-total-weight": ("csv",), "forest-Loss": ("svg",), "figure-9": ("png",),
+        "figure-5-total-weight": ("csv",), "forest-Held-out-loss": ("svg",), "figure-9": ("png",),
     }  # fmt: skip
     for stem, kinds in wanted.items():
         key = "-".join(stem.split("-")[: 2 if stem.startswith("figure") else 1])

@@ -22,7 +22,7 @@ KEYS = {
     "Table 2: with an output gate": "table-2",
     "Table 4: gradient norm, steps 0–500": "table-4",
     "Gradient norm by window of steps": "gradient-windows",
-    "Weight on the first token, beside uniform attention": "first-tokens",
+    "Weight on the first token, next to uniform attention": "first-tokens",
     "What these runs can show": "power",
     "Table 5: spikes of the gradient norm, steps 0–500": "table-5",
     "Perplexity per token, word and byte": "perplexity",

@@ -5,7 +5,7 @@ import torch
 from affine_attention.lab.report.collect import load_run, load_runs
 from affine_attention.lab.report.groups import group_runs
 from affine_attention.lab.report.plots import figures
-from affine_attention.nn.scaling import ACTIVATION_FUNCTIONS
+from affine_attention.nn.coefficients import ALPHA_RULES
 
 from .folders import make_run
 
@@ -74,6 +74,8 @@ def test_runs_with_different_layers_are_shown_together(tmp_path):
 
 def test_figure_11_shows_the_activations_of_the_package(tmp_path):
     lines = by_key(make_run(tmp_path / "a", "softmax", steps=2))["figure-11"]["views"][0]["lines"]
-    assert [line["name"] for line in lines] == [name.replace("_", " ") for name in ACTIVATION_FUNCTIONS]
-    for line, function in zip(lines, ACTIVATION_FUNCTIONS.values(), strict=True):
-        assert np.allclose(line["y"], function(torch.tensor(line["x"], dtype=torch.float64)), rtol=1e-4)
+    assert [line["name"] for line in lines] == ["linear clipping", "sigmoid"]
+    for line in lines:
+        rule = ALPHA_RULES[line["name"].replace(" ", "_")]
+        expected = rule.function(torch.tensor(line["x"], dtype=torch.float64), rule.start)
+        assert np.allclose(line["y"], expected, rtol=1e-4)

@@ -50,8 +50,8 @@ def test_what_makes_runs_incomparable_is_said(tmp_path):
 def test_the_sink_rate_is_shown_where_it_is_stored(tmp_path):
     folders = [make_run(tmp_path / name, name, steps=10) for name in ("softmax", "affine")]
     assert "Sink rate" not in compare_runs(folders)
-    set_inspection(folders[0], sink_rate={"rate": 0.5})
-    assert [cell.strip() for cell in row(compare_runs(folders), "Sink rate %")] == ["50.0", "–", "–"]
+    set_inspection(folders[0], sink_rate={"rate": {"weights": 0.5, "softmax": 0.25}})
+    assert [cell.strip() for cell in row(compare_runs(folders), "Sink rate %, w")] == ["50.0", "–", "–"]
 
 
 def test_one_run_and_a_folder_without_a_run_are_refused(tmp_path):

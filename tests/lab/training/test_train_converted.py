@@ -75,7 +75,7 @@ def test_a_resume_with_another_start_is_refused(place, original, tmp_path):
     weights = load_file(start / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, start / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="the checkpoint of the student .* changed since"):
+    with pytest.raises(ValueError, match=r"the checkpoint of the student .* changed since"):
         train(recipe, run.path, device="cpu", quiet=True)
     manifest = run.manifest()
     del manifest["student"]  # a run that was made before it was recorded

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
+from ..plan import WEIGHTS
 from ..shared.descriptors import key_section, query_section, tile_descriptor
 from ..shared.launch import ALIGNMENT, Launch, LaunchSet, Slot
 from ..shared.tile_functions import (
@@ -19,11 +20,14 @@ from ..shared.tile_functions import (
     GRID_NUMBERS,
     LEFT,
     LOG2E,
+    SIGMOID,
+    SIGNED,
     has_unseen_keys,
     load_row_scalars,
     load_sinks,
     load_tile,
     scheduled_block,
+    signs,
     span_phase,
     store_row_scalars,
     store_tile,
@@ -131,9 +135,14 @@ def _row_kernel(
 
 
 @triton.jit
-def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr):
-    """P of one tile in either orientation; row_lse broadcasts along the keys."""
-    p = tl.exp2(scores * scale_log2 - row_lse)
+def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr, WEIGHTS: tl.constexpr):
+    """P of one tile in either orientation, without its signs; row_lse broadcasts along the keys."""
+    if WEIGHTS == SIGMOID:
+        p = 1.0 / (1.0 + tl.exp2(row_lse - scores * scale_log2))
+    elif WEIGHTS == SIGNED:
+        p = tl.exp2(tl.abs(scores) * scale_log2 - row_lse)
+    else:
+        p = tl.exp2(scores * scale_log2 - row_lse)
     if MASKED:
         # Select instead of multiplying by 0: a masked key may be NaN, and an empty row has lse = -inf.
         p = tl.where(visible, p, 0.0)
@@ -141,11 +150,19 @@ def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED: tl.constexpr):
+def _score_grads(
+    p, value_grads, row_alpha, row_delta, scores, visible, MASKED: tl.constexpr, WEIGHTS: tl.constexpr
+):  # fmt: skip
     """dS of one tile in either orientation, from P and E . v."""
     if row_alpha is not None:
         value_grads = value_grads * row_alpha
-    ds = p * (value_grads - row_delta)
+    if WEIGHTS == SIGMOID:
+        ds = p * (1.0 - p) * value_grads
+    elif WEIGHTS == SIGNED:
+        sign = signs(scores)
+        ds = sign * p * (sign * value_grads - row_delta)
+    else:
+        ds = p * (value_grads - row_delta)
     if MASKED:
         ds = tl.where(visible, ds, 0.0)
     return ds
@@ -155,6 +172,7 @@ def _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED: tl.const
 def _query_grad_step(
     dq, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, UNSEEN: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dQ, for one tile of keys."""
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
@@ -167,9 +185,9 @@ def _query_grad_step(
     if UNSEEN:
         # Rows that see a non-finite key are NaN through lse; the MMA must not propagate it to other rows.
         k = zero_nonfinite(k)
-    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED)
+    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED, WEIGHTS)
     value_grads = tl.dot(e, v.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, visible, MASKED, WEIGHTS)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -178,7 +196,7 @@ def _query_grad_kernel(
     q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, lse, delta, ranges, dq, dq_strides, rule,
     softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dQ. One program owns BLOCK_M queries of one head; writes dq. fp32 sums."""
     num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
@@ -209,7 +227,7 @@ def _query_grad_kernel(
             for tile in tl.range(begin, end):
                 total = _query_grad_step(
                     total, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule,
-                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase),
+                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase), WEIGHTS,
                 )  # fmt: skip
     store_tile(dq, dq_strides, batch, head, queries, rule.num_queries, total * softmax_scale, HEAD_DIM, BLOCK_D)
 
@@ -218,7 +236,7 @@ def _query_grad_kernel(
 def _key_grad_step(
     dk, dv, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, tile, batch, head, num_heads,
     keys, rule, scale_log2,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dK, and B4 for one tile of queries. Tiles are transposed, so that P and dS are left operands of the MMAs."""
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -235,8 +253,10 @@ def _key_grad_step(
     if MASKED:
         visible = visible_pairs(queries[None, :], keys[:, None], batch, rule)
     scores = tl.dot(k, q.T, input_precision=PRECISION)
-    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED)
+    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED, WEIGHTS)
     weights = p
+    if WEIGHTS == SIGNED:
+        weights = weights * signs(scores)
     if row_alpha is not None:
         weights = weights * row_alpha
     if beta is not None:
@@ -245,7 +265,7 @@ def _key_grad_step(
             weights = tl.where(visible, weights, 0.0)
     dv = tl.dot(weights.to(e.dtype), e, dv, input_precision=PRECISION)
     value_grads = tl.dot(v, e.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, visible, MASKED)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, visible, MASKED, WEIGHTS)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -255,7 +275,7 @@ def _key_grad_kernel(
     q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, ranges,
     dk, dk_strides, dv, dv_strides, rule, softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dK, and B4. One program owns BLOCK_N keys of one key-value head, for every query head of its group.
 
@@ -289,7 +309,7 @@ def _key_grad_kernel(
                     dk_total, dv_total = _key_grad_step(
                         dk_total, dv_total, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta,
                         tile, batch, head, num_heads, keys, rule, scale_log2,
-                        BLOCK_M, BLOCK_D, PRECISION, MASKED=phase != FULL,
+                        BLOCK_M, BLOCK_D, PRECISION, MASKED=phase != FULL, WEIGHTS=WEIGHTS,
                     )  # fmt: skip
     store_tile(dk, dk_strides, batch, kv_head, keys, rule.num_keys, dk_total * softmax_scale, HEAD_DIM, BLOCK_D)
     store_tile(dv, dv_strides, batch, kv_head, keys, rule.num_keys, dv_total, HEAD_DIM, BLOCK_D)
@@ -310,6 +330,8 @@ class FlashBackward:
         sizes: dict[str, Config] | None = None,
     ):  # fmt: skip
         self.call, self.device = call, call.query.get_device()
+        # The sink slot of sigmoid weights holds a bias that has no gradient.
+        self.has_sink = call.rows.sink is not None and call.weights != "sigmoid"
         self.rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
         self.rows = size_of("rows", call, sizes)
         self.num_blocks = -(-call.query.shape[2] // self.rows.block_m)
@@ -332,7 +354,7 @@ class FlashBackward:
         self, grad_out: Tensor, core: Tensor, state: Tensor, *inputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
-        sink, gate = inputs[5], inputs[6]
+        sink, gate = inputs[5] if self.has_sink else None, inputs[6]
         grads: list[Tensor | None] = [torch.empty_like(x) for x in inputs[:3]]  # type: ignore[arg-type]
         grads += [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs[3:5]]
         grad_gate = None if gate is None else torch.empty_like(gate)
@@ -373,6 +395,8 @@ class FlashBackward:
         self, grad_out: TensorSpec, core: TensorSpec, lse: Slot, table: Slot | None, delta: Slot, ranges: Slot | None
     ) -> Launch:
         query, key, value, (alpha, beta, sink, gate) = self.call[:4]
+        if not self.has_sink:
+            sink = None
         batch, heads, _, dim = query.shape
         rows = self.rows
         row_strides = (heads * query.shape[2], query.shape[2], 1)
@@ -384,8 +408,9 @@ class FlashBackward:
                 Slot(VALUE, tile_descriptor(value, rows.block_n)),
                 None if gate is None else Slot(GATE, tile_descriptor(gate, rows.block_m)),
                 *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK),
-                self.call.rows.sink_strides, lse, table, ranges, delta, None if alpha is None else Slot(DALPHA),
-                row_strides, None if beta is None else Slot(DBETA), row_strides,
+                None if sink is None else self.call.rows.sink_strides, lse, table, ranges, delta,
+                None if alpha is None else Slot(DALPHA), row_strides,
+                None if beta is None else Slot(DBETA), row_strides,
                 None if sink is None else Slot(SINK_PARTS), *_with_strides(gate, DGATE, fresh=True),
                 self.scaled, self._e(grad_out).stride(), self.rule, heads, key.shape[1],
                 rows.block_m, rows.block_n, dim, padded(dim), PRECISION,
@@ -406,6 +431,7 @@ class FlashBackward:
                 *_with_strides(alpha, ALPHA), lse, delta, ranges.add(config, "query"),
                 *_with_strides(query, DQ, fresh=True), self.rule, scale, scale * LOG2E.value, heads, key.shape[1],
                 batch * heads, query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
+                WEIGHTS.index(self.call.weights),
             ),
             **config.options,
         )  # fmt: skip
@@ -424,7 +450,7 @@ class FlashBackward:
                 *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), lse, delta, ranges.add(config, "key"),
                 *_with_strides(key, DK, fresh=True), *_with_strides(value, DV, fresh=True), self.rule,
                 scale, scale * LOG2E.value, heads, kv_heads, batch * kv_heads, key_section(query, key),
-                config.block_m, config.block_n, dim, padded(dim), PRECISION,
+                config.block_m, config.block_n, dim, padded(dim), PRECISION, WEIGHTS.index(self.call.weights),
             ),
             **config.options,
         )  # fmt: skip

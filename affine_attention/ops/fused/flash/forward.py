@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...call import CallSpec
+from ..plan import WEIGHTS
 from ..shared import value_sums
 from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
@@ -17,12 +18,15 @@ from ..shared.tile_functions import (
     GRID_NUMBERS,
     LEFT,
     LOG2E,
+    SIGMOID,
+    SIGNED,
     has_unseen_keys,
     is_finite,
     load_row_scalars,
     load_sinks,
     load_tile,
     scheduled_block,
+    signs,
     span_phase,
     start_softmax,
     store_tile,
@@ -46,11 +50,18 @@ PRECISION = "ieee"  # tf32 would reduce the precision of fp32 calls
 def _softmax_step(
     output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, UNSEEN: tl.constexpr,
-    SUM_VALUES: tl.constexpr,
+    SUM_VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES also F8 of a masked tile."""
+    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES also F8 of a masked tile.
+
+    WEIGHTS: signed weights are a softmax of absolute scores, times the signs. For sigmoid weights the sink of a row is
+    minus its bias: it is row_max, which stays as it is, and row_sum stays 1.
+    """
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if WEIGHTS == SIGNED:
+        sign = signs(scores)
+        scores = tl.abs(scores)
     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     if MASKED:
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,15 +81,21 @@ def _softmax_step(
         seen = seen | tl.max(visible.to(tl.int32), 1)
     else:
         seen = seen | 1
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    base = new_max
-    if MASKED:
-        # A row that has seen no key yet: -inf - (-inf) is NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale_log2 - base[:, None])
-    rescale = tl.exp2(row_max - base)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    output = output * rescale[:, None]
+    if WEIGHTS == SIGMOID:
+        new_max = row_max
+        p = 1.0 / (1.0 + tl.exp2(row_max[:, None] - scores * scale_log2))
+    else:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        base = new_max
+        if MASKED:
+            # A row that has seen no key yet: -inf - (-inf) is NaN.
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale_log2 - base[:, None])
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        output = output * rescale[:, None]
+        if WEIGHTS == SIGNED:
+            p = p * sign
     output = tl.dot(p.to(v.dtype), v, output, input_precision=PRECISION)
     return output, value_sum, new_max, row_sum, seen
 
@@ -89,7 +106,7 @@ def _forward_kernel(
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """F1 to F8. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
 
@@ -125,7 +142,7 @@ def _forward_kernel(
                 output, value_sum, row_max, row_sum, seen = _softmax_step(
                     output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
                     scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase),
-                    beta is not None,
+                    beta is not None, WEIGHTS,
                 )  # fmt: skip
 
     output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
@@ -193,6 +210,7 @@ class FlashForward:
                 Slot(OUT), out_strides, Slot(CORE) if keeps_core else None, out_strides if keeps_core else None,
                 Slot(NUM_TENSORS), rule, call.softmax_scale * LOG2E.value, heads, key.shape[1], programs,
                 query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
+                WEIGHTS.index(call.weights),
             ),
             **config.options,
         ))  # fmt: skip

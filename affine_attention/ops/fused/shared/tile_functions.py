@@ -17,6 +17,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The phases of a loop over tiles: the run without a mask, the masked edge before it, and (2) the one after it.
 FULL = tl.constexpr(0)
 LEFT = tl.constexpr(1)
+# Weight functions of the flash kernels other than softmax, by their index among plan.WEIGHTS.
+SIGNED = tl.constexpr(1)
+SIGMOID = tl.constexpr(2)
 
 
 class Rule(NamedTuple):
@@ -168,6 +171,12 @@ def start_softmax(sink_log2, BLOCK_M: tl.constexpr):
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink_log2
         row_sum += tl.where(sink_log2 == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
+
+
+@triton.jit
+def signs(scores):
+    """1, 0 or -1 for each score."""
+    return tl.where(scores > 0.0, 1.0, tl.where(scores < 0.0, -1.0, 0.0))
 
 
 @triton.jit

@@ -245,6 +245,24 @@ def test_any_strides(layout: str) -> None:
     check(inputs, make_visibility(shape, {"is_causal": True}))
 
 
+@pytest.mark.parametrize("first", [1, 4])
+def test_rows_with_gaps_at_any_address(first: int) -> None:
+    """A plan serves calls at aligned and other addresses; a copy that moves a tensor keeps its strides."""
+    shape, _, _ = CASES["affine"]
+    inputs, visibility = make_inputs(shape, "ab", torch.float32), make_visibility(shape, {"is_causal": True})
+    (batch, heads, length), function = inputs["alpha"].shape, by_route("flash", "flash")
+    with_gaps = torch.rand(batch, length, 6 + heads, device=DEVICE)
+    for offset in (first, 5 - first):  # 4 floats are 16 bytes
+        rows = {
+            "alpha": with_gaps[..., offset : offset + heads].mT,
+            "beta": with_gaps[..., :1].mT.expand(-1, heads, -1),
+        }
+        given = inputs | rows
+        found = function(**given, visibility=visibility, softmax_scale=0.3)
+        expected = reference(**given, visibility=visibility, softmax_scale=0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["expanded", "transposed"])
 def test_output_gradient_that_is_not_contiguous(kind: str) -> None:
     shape, options, parts = CASES["causal"]

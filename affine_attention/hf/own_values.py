@@ -1,0 +1,38 @@
+"""Finds the value at each query's own position where queries are not the last keys: in a preallocated cache.
+
+The operator takes key i + S - T for the own key of query i. A preallocated cache has free slots behind it, and the mask
+tells which keys are filled: a token is then the last key that it sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.finish import EMPTY, Finish, finish, uses_kernels
+
+
+def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
+    """(index of the own key [B, T], whether a query sees any key [B, T]); None where the operator finds them itself."""
+    mask = arguments.get("mask")
+    if mask is None or queries == num_keys:
+        return None
+    if mask.dim() == 2:
+        if queries > 1:
+            return None  # causal and bottom-right: the keys of these queries are the last ones
+        seen = mask[:, None]
+    else:
+        seen = mask.any(1)
+    # argmax returns the first of the largest values.
+    last = num_keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+    return last, seen.any(-1)
+
+
+def finish_with(y: Tensor, value: Tensor, own: tuple[Tensor, Tensor], parts: Finish, impl: str) -> Tensor:
+    """Exclusion, norm and gate of attention without them, for own keys that `own_keys` found."""
+    index, sees = own
+    index = index[:, None, :, None].expand(y.shape[0], value.shape[1], -1, value.shape[3])
+    marks = (~sees).to(torch.uint8)[:, None] * EMPTY
+    return finish(y, value.gather(2, index), marks, parts, kernels=uses_kernels(y, impl))

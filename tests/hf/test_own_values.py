@@ -1,0 +1,37 @@
+"""The own keys of queries in a preallocated cache; test_generation.py compares all caches for every mechanism."""
+
+from __future__ import annotations
+
+import torch
+
+from affine_attention import attention
+from affine_attention.hf.own_values import finish_with, own_keys
+from affine_attention.ops.finish import NORM_EPS, Finish
+
+
+def test_the_operator_finds_the_last_keys_itself():
+    assert own_keys({}, 3, 9) is None
+    assert own_keys({"mask": torch.ones(2, 9).bool(), "is_causal": True}, 3, 9) is None
+    assert own_keys({"mask": torch.ones(2, 1, 9, 9).bool()}, 9, 9) is None
+
+
+def test_one_query_of_a_preallocated_cache_is_the_last_key_it_sees():
+    mask = torch.tensor([[False, True, True, False], [True, False, False, False], [False] * 4])
+    index, sees = own_keys({"mask": mask}, 1, 4)
+    assert index[:2].flatten().tolist() == [2, 0]
+    assert sees.flatten().tolist() == [True, True, False]
+
+
+def test_a_preallocated_cache_equals_a_growing_one():
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, 3, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 5, 8, dtype=torch.float64)
+    gate, weight = torch.rand(2, 4, 3, 8, dtype=torch.float64), torch.rand(4, 8, dtype=torch.float64)
+    expected = attention(query, key, value, exclusion=1.0, norm_weight=weight, gate=gate, is_causal=True)
+    free = torch.full((2, 2, 4, 8), 7.0, dtype=torch.float64)
+    mask = torch.zeros(2, 1, 3, 9, dtype=torch.bool)
+    mask[..., :5] = torch.ones(3, 5).tril(2).bool()
+    longer = torch.cat([key, free], 2), torch.cat([value, free], 2)
+    y = attention(query, *longer, mask=mask)
+    own, parts = own_keys({"mask": mask}, 3, 9), Finish(1.0, weight, NORM_EPS, gate)
+    torch.testing.assert_close(finish_with(y, longer[1], own, parts, "auto"), expected)
