@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report docs pictures test test-all test-newest lint accuracy benchmark crash attack sanitize hub-kernel wheel clean
+.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack hf-suite sanitize hub-kernel wheel clean test-newest
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
@@ -57,6 +57,10 @@ crash: $(READY)
 # Kills, damages, forges and feeds hostile files, seeded, in 20 minutes at most; the table goes into docs/reliability.md.
 attack: $(READY)
 	$(RUN) -m tests.attack $(ATTACK)
+
+# Transformers' own tests on models with a mechanism; TRANSFORMERS_TESTS is a checkout of transformers.
+hf-suite: $(READY)
+	$(RUN) -m tests.hf.suite $(TRANSFORMERS_TESTS) $(SUITE)
 
 # Needs a CUDA GPU and NVIDIA's compute-sanitizer.
 sanitize: $(READY)

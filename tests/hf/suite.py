@@ -1,0 +1,141 @@
+"""Runs transformers' own common tests on models with a mechanism, and names those that pass on the plain model alone.
+
+    make hf-suite TRANSFORMERS_TESTS=../transformers [SUITE="--families llama qwen2 --select test_generate"]
+
+TRANSFORMERS_TESTS is a checkout of transformers of about the installed version (its folders tests, utils and src);
+the tests run against the installed library. They need the packages parameterized and timeout-decorator.
+
+Each family runs twice in a process of its own: plain, and with this file as a pytest plugin that replaces every model
+class of a test by its `Affine...` class. A test counts if it passes on the plain model. `KNOWN` holds the reasons for
+those that cannot pass on an attached model; any other failure makes the command fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MECHANISM, RESULTS = "AFFINE_SUITE_MECHANISM", "AFFINE_SUITE_RESULTS"  # variables of the environment
+CLASSES = ("base_model_class", "causal_lm_class", "sequence_classification_class", "token_classification_class",
+           "question_answering_class", "conditional_generation_class")  # fmt: skip
+# Test names without their class, and why they cannot pass on a model with a mechanism.
+_OWN_NAMES = "the names eager and sdpa choose implementations of the operator and are stored under names of ours"
+_BY_NAME = "the test finds heads and labels by the name of the class in transformers' mappings, which is not Affine.."
+KNOWN: dict[str, str] = {
+    "test_can_set_attention_dynamically": _OWN_NAMES,
+    "test_config_attn_implementation_setter": _OWN_NAMES,
+    "test_sdpa_can_dispatch_non_composite_models": _OWN_NAMES,
+    "test_inherits_generation_mixin": "the test looks at the direct bases of a class alone",
+    "test_retain_grad_hidden_states_attentions": "returned weights are computed a second time, beside the output",
+    "test_tp_plan_matches_params": "the plan has entries for every mechanism, and a model has one",
+    "test_training": _BY_NAME,
+    "test_training_gradient_checkpointing": _BY_NAME,
+    "test_training_gradient_checkpointing_use_reentrant_false": _BY_NAME,
+    "test_training_gradient_checkpointing_use_reentrant_true": _BY_NAME,
+}
+_outcomes: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """As a plugin: models of the collected tests get the mechanism that the environment names."""
+    name = os.environ.get(MECHANISM)
+    for kind in {item.cls for item in items if name and getattr(item, "cls", None) is not None}:
+        if hasattr(kind, "all_model_classes"):
+            kind.setUp = _with_mechanism(kind.setUp, name)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    if os.environ.get(RESULTS):
+        Path(os.environ[RESULTS]).write_text(json.dumps(_outcomes))
+
+
+def _with_mechanism(set_up: Any, name: str) -> Any:
+    from affine_attention import Mechanism
+    from affine_attention.hf.classes import AffineModelMixin, affine_config_class, affine_model_class
+
+    def affine(kind: Any) -> Any:
+        return kind if issubclass(kind, AffineModelMixin) else affine_model_class(kind)
+
+    def attached(config: Any) -> Any:
+        if not hasattr(config, "affine_attention"):
+            config.affine_attention = {"mechanism": Mechanism.named(name).to_dict(), "start": "fresh"}
+            config.__class__ = affine_config_class(type(config))
+            config._attn_implementation = None
+        return config
+
+    def setUp(test: Any) -> None:
+        set_up(test)
+        tester = test.model_tester
+        make = tester.get_config
+        tester.get_config = lambda *args, **kwargs: attached(make(*args, **kwargs))
+        for attribute in CLASSES:
+            if getattr(tester, attribute, None) is not None:
+                setattr(tester, attribute, affine(getattr(tester, attribute)))
+        test.all_model_classes = tuple(affine(kind) for kind in test.all_model_classes)
+
+    return setUp
+
+
+def run(checkout: Path, family: str, mechanism: str | None, select: str | None) -> dict[str, str]:
+    """Runs the tests of a family in a new process and returns the outcome of each by its name."""
+    files = sorted((checkout / "tests" / "models" / family).glob("test_modeling_*.py"))
+    if not files:
+        raise SystemExit(f"families must be folders of {checkout / 'tests' / 'models'}, got {family!r}")
+    here = Path(__file__).resolve()
+    paths = [here.parent, here.parents[2], checkout, checkout / "utils", os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)), RESULTS: str(results), "HF_HUB_OFFLINE": "1",
+            MECHANISM: mechanism or "",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-p", here.stem, "-p", "no:cacheprovider", "--noconftest", "-q",
+                   "-c", os.devnull, "--rootdir", str(checkout), *map(str, files)]  # fmt: skip
+        command += ["-k", select] if select else ["-k", "not Integration"]
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        if not results.is_file():
+            raise SystemExit(f"the tests of {family} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return dict(json.loads(results.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="a checkout of transformers, or its folder tests")
+    parser.add_argument("--families", nargs="+", default=["llama", "qwen2"])
+    parser.add_argument("--mechanism", default="affine")
+    parser.add_argument("--select", help="an expression for pytest's -k")
+    given = parser.parse_args()
+    checkout = given.checkout.resolve()
+    checkout = checkout.parent if checkout.name == "tests" else checkout
+    if not (checkout / "tests" / "models").is_dir():
+        parser.error(f"checkout must contain tests/models, got {given.checkout}; clone huggingface/transformers")
+    unknown = 0
+    for family in given.families:
+        plain = run(checkout, family, None, given.select)
+        attached = run(checkout, family, given.mechanism, given.select)
+        passed = {name for name, outcome in plain.items() if outcome == "passed"}
+        lost = sorted(name for name in passed if attached.get(name) != "passed")
+        print(
+            f"{family}: {len(passed)} pass plain, {len(passed) - len(lost)} of them with {given.mechanism}", flush=True
+        )
+        for name in lost:
+            test = name.rpartition("::")[2]
+            reason = KNOWN.get(test.partition("[")[0])
+            unknown += reason is None
+            print(f"  {test}: {attached.get(name, 'not run')}; {reason or 'NOT KNOWN'}", flush=True)
+    sys.exit(1 if unknown else 0)
+
+
+if __name__ == "__main__":
+    main()
