@@ -199,8 +199,8 @@ def affine_attention(
         query, key, value, rows = sequence.to_heads(query, key, value, rows)
         alpha, beta, sink, gate, exclusion, norm_weight, _ = rows
     own = None if exclusion is None else own_keys(arguments, query.shape[2], key.shape[2])
-    parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
     if own is not None:
+        parts = Finish(exclusion, norm_weight, NORM_EPS, gate)
         exclusion = norm_weight = gate = None
     out = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, gate=gate, exclusion=exclusion,
