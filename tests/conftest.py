@@ -31,6 +31,11 @@ def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     hub = tmp_path_factory.mktemp("hub")
 
     def localised(code: str) -> str:
+        if (name := "HuggingFaceTB/SmolVLM-256M-Instruct") in code:
+            from .hf.multimodal import plain_multimodal
+
+            plain_multimodal("smolvlm").save_pretrained(hub / name)
+            code = code.replace(f'"{name}"', f'"{hub / name}"')
         for name, config in configs.items():
             folder = hub / name
             if name in code and not folder.exists():

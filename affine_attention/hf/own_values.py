@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.finish import EMPTY, Finish, finish, uses_kernels
+from .masks import values_are_unknown
 
 
 def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
@@ -26,8 +27,24 @@ def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Te
     else:
         seen = mask.any(1)
     # argmax returns the first of the largest values.
-    last = num_keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
-    return last, seen.any(-1)
+    last, sees = num_keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1), seen.any(-1)
+    if queries > 1 and not values_are_unknown() and _sees_ahead(last, sees):
+        raise ValueError(
+            "exclusion needs the position of each token, which a mask that sees ahead (image tokens see each other) "
+            "does not tell beside other keys; prefill the whole prompt in one call with a growing cache"
+        )
+    return last, sees
+
+
+def _sees_ahead(last: Tensor, sees: Tensor) -> bool:
+    """True if a query sees a key after its own, from the last key [B, T] that each query sees.
+
+    In a causal mask each query sees one key more than the one before it, until padding on the right, if any, adds no
+    more. A block that sees ahead jumps to its end first, and stays there until the queries arrive.
+    """
+    steps = torch.where(sees[:, 1:] & sees[:, :-1], last.diff(dim=-1), 1)
+    stayed = (steps == 0).cummax(-1).values
+    return bool(((steps > 1) | ((steps > 0) & stayed)).any())
 
 
 def finish_with(y: Tensor, value: Tensor, own: tuple[Tensor, Tensor], parts: Finish, impl: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from affine_attention import attention
@@ -20,6 +21,19 @@ def test_one_query_of_a_preallocated_cache_is_the_last_key_it_sees():
     index, sees = own_keys({"mask": mask}, 1, 4)
     assert index[:2].flatten().tolist() == [2, 0]
     assert sees.flatten().tolist() == [True, True, False]
+
+
+def test_a_mask_that_sees_ahead_is_refused_and_padding_is_not():
+    causal = torch.ones(5, 9).tril(1).bool()
+    left = causal & (torch.arange(9) >= 3)
+    right = causal & (torch.arange(9) < 4)
+    for mask in (causal, left, right):
+        own_keys({"mask": mask[None, None]}, 5, 9)
+    for first, stop in ((0, 3), (1, 4), (3, 5)):
+        ahead = causal.clone()
+        ahead[first:stop, : stop + 1] = True
+        with pytest.raises(ValueError, match="which a mask that sees ahead"):
+            own_keys({"mask": ahead[None, None]}, 5, 9)
 
 
 def test_a_preallocated_cache_equals_a_growing_one():
