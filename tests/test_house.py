@@ -62,6 +62,7 @@ def test_every_source_file_has_a_docstring(path):
 # Kernels are tested through the operation that they implement: source -> test file, below tests/.
 TESTED_BY = {
     "nn/commit.py": "nn/test_scaling.py",
+    "nn/self_attention.py": "nn/test_attention.py",
     "ops/fused/cudnn/backward.py": "ops/fused/cudnn/test_cudnn.py",
     "ops/fused/cudnn/forward.py": "ops/fused/cudnn/test_cudnn.py",
     "ops/fused/cudnn/kernels.py": "ops/fused/cudnn/test_cudnn.py",
@@ -148,7 +149,7 @@ def test_public_names_exist_and_are_in_the_api_reference(module, page):
         "affine_attention.ops.api",
         "affine_attention.ops.varlen",
         "affine_attention.nn.mechanism",
-        "affine_attention.nn.attention",
+        "affine_attention.nn.self_attention",
     ],
 )
 def test_examples_in_docstrings_run(name):

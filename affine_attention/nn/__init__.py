@@ -6,11 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import AttentionMechanism, Coefficients, SelfAttention
+    from .attention import AttentionMechanism, Coefficients
     from .commit import commit_after_step, commit_running_alpha, discard_running_alpha
     from .key_value_cache import KeyValueCache
     from .mechanism import PRESETS, Mechanism
     from .scaling import AffineScale, linear_clipping
+    from .self_attention import SelfAttention
     from .ulysses import SequenceHandle, sequence_parallel, shard_sequence
 
 __all__ = [
@@ -37,7 +38,7 @@ _MODULES = {
     "KeyValueCache": "key_value_cache",
     "Mechanism": "mechanism",
     "PRESETS": "mechanism",
-    "SelfAttention": "attention",
+    "SelfAttention": "self_attention",
     "SequenceHandle": "ulysses",
     "sequence_parallel": "ulysses",
     "commit_after_step": "commit",

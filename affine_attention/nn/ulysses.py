@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..messages import shown
 from ..ops import attention
-from .attention import AttentionMechanism, Coefficients, default_positions, subtract_next
+from .attention import AttentionMechanism, Coefficients, subtract_next
+from .self_attention import default_positions
 
 
 class _AllToAll(torch.autograd.Function):
