@@ -30,7 +30,8 @@ def has_few_keys(visibility: Visibility) -> bool:
         return False  # padding alone hides all but a few keys only in batches that are nearly empty
     if visibility.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return visibility.num_queries > 0 and int(visibility.count().max()) <= MAX_KEYS
+    counts = visibility.count()
+    return counts.numel() > 0 and int(counts.max()) <= MAX_KEYS
 
 
 def softmax_backward_of_few_keys(

@@ -99,7 +99,7 @@ def test_a_forgotten_commit_is_noticed_once(tmp_path):
     with pytest.warns(CommitNotice, match=r"still 0.0 in every head.*call commit_running_alpha\(model\) after every"):
         model.eval()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", CommitNotice)
         model.save_pretrained(tmp_path)
         model.train().eval()
         trained(commit=True).eval()

@@ -10,7 +10,8 @@ from torch import nn
 
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.nn import scaling
-from affine_attention.nn.scaling import ACTIVATION_FUNCTIONS, AffineScale, _CollectAlpha
+from affine_attention.nn.coefficients import ALPHA_RULES
+from affine_attention.nn.scaling import AffineScale, _CollectAlpha
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -46,7 +47,7 @@ def make(shape, dtype, seed=0):
 
 def formula(scores, activation, running_alpha=None, divisor=None, token_mask=None, collected=None):
     """PyTorch's operations, as AffineScale runs them without the kernels."""
-    alpha = ACTIVATION_FUNCTIONS[activation](scores.float())
+    alpha = ALPHA_RULES[activation].function(scores.float(), 0.5)
     if collected is not None:
         alpha = _CollectAlpha.apply(alpha, token_mask, collected)
     alpha = alpha.transpose(1, 2)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.nn import scaling
-from affine_attention.nn.scaling import ACTIVATION_FUNCTIONS, AffineScale, _CollectAlpha
+from affine_attention.nn.coefficients import ALPHA_RULES
+from affine_attention.nn.scaling import AffineScale, _CollectAlpha
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -59,7 +60,7 @@ def formula(hidden, weight, activation, running_alpha=None, divisor=None, token_
     The linear layer runs in fp32 and rounds once: in half precision cuBLAS may round partial sums too.
     """
     scores = F.linear(hidden.float(), weight.float()).to(hidden.dtype)
-    alpha = ACTIVATION_FUNCTIONS[activation](scores.float())
+    alpha = ALPHA_RULES[activation].function(scores.float(), 0.5)
     if collected is not None:
         alpha = _CollectAlpha.apply(alpha, token_mask, collected)
     alpha = alpha.transpose(1, 2)
@@ -79,7 +80,7 @@ def run(function, hidden, weight, activation, running_alpha, divisor, grads, tok
 def score_gradients(hidden, weight, activation, grads, divisor):
     """|d score| [B, T, H] in fp64, from scores without rounding errors."""
     scores = F.linear(hidden.double(), weight.double()).requires_grad_()
-    alpha = ACTIVATION_FUNCTIONS[activation](scores.to(hidden.dtype).double())
+    alpha = ALPHA_RULES[activation].function(scores.to(hidden.dtype).double(), 0.5)
     wanted = grads[0].double() - (0 if divisor is None else grads[1].double() / divisor)
     (grad,) = torch.autograd.grad(alpha, scores, wanted.transpose(1, 2))
     return grad.abs()
