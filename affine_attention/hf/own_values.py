@@ -31,7 +31,7 @@ def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Te
     if queries > 1 and not values_are_unknown() and _sees_ahead(last, sees):
         raise ValueError(
             "exclusion needs the position of each token, which a mask that sees ahead (image tokens see each other) "
-            "does not tell beside other keys; prefill the whole prompt in one call with a growing cache"
+            "does not tell where the cache holds other keys; prefill the whole prompt in one call with a growing cache"
         )
     return last, sees
 
