@@ -11,6 +11,7 @@ Each run is one JSON file in the folder. After the last one, `--store` collects 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,6 @@ def store(out: Path, results: Path = RESULTS) -> Path:
     expected = len(SETTINGS) * len(MECHANISMS) * len(SEEDS)
     if len(runs) != expected:
         raise ValueError(f"{out} must hold {expected} runs, got {len(runs)}; run the grid first")
-    import json
-
     machine = describe_machine("cpu")
     lines = [json.dumps(run, separators=(",", ":")) for run in runs]
     head = json.dumps({"experiment": "E3", "machine": machine, "characters": make_task().characters})
