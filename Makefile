@@ -35,7 +35,7 @@ test-all: lint
 NEWEST := .venv-newest
 NEWEST_TESTS := $(addprefix tests/hf/test_,accelerate.py adapters.py attach.py callback.py classes.py composite.py \
 	continuous_batching.py dropout.py eviction.py families.py generation.py installation.py interface.py keywords.py loading.py \
-	masks.py paged.py sequence.py serving.py students.py token_mixing.py training.py)
+	masks.py paged.py sequence.py serving.py students.py token_mixing.py training.py) tests/ops/test_finish.py
 test-newest: $(NEWEST)/.ready
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS)
 

@@ -41,7 +41,7 @@ def test_the_grid_covers_every_pair_of_values():
 
     points = [point(case) for case in cases]
     for a, b in itertools.combinations(GRID, 2):
-        assert {(p[a], p[b]) for p in points} == set(itertools.product(GRID[a], GRID[b]))
+        assert {(p[a], p[b]) for p in points} >= set(itertools.product(GRID[a], GRID[b]))
     assert len(grid_cases(200)) == 200
     assert grid_cases(200)[:50] == grid_cases(200)[:50]
 

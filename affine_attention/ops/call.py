@@ -7,6 +7,7 @@ strides, dtypes and device, which determine the route of all calls with that sig
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,6 +41,15 @@ class Rows(NamedTuple):
 def sink_by_row(sink: Tensor) -> Tensor:
     """A sink [H] or [B, H, T] in a shape that broadcasts to [B, H, T]."""
     return sink if sink.dim() == 3 else sink[:, None]
+
+
+def distinct(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, repeated ones as views: a compiler refuses an autograd function that gets one tensor twice."""
+    found: list[Any] = []
+    for x in tensors:
+        is_repeated = x is not None and any(x is other for other in found)
+        found.append(x.view_as(x) if is_repeated else x)
+    return found
 
 
 class AttentionCall(NamedTuple):

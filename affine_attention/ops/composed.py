@@ -15,18 +15,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from .call import AttentionCall, sink_by_row
+from .call import AttentionCall, distinct, sink_by_row
 from .dtypes import row_dtype, sum_dtype
-from .few_keys import has_few_keys, softmax_backward_of_few_keys
+from .few_keys import add_gradients, find_few_rows
 from .nonfinite_keys import nan_where_seen, zero_nonfinite
 from .tiles import softmax_backward, softmax_forward
 from .visibility import Visibility
+from .weights import SOFTMAX
+from .weights.blocks import weighted_attention
 
 CHUNK_ELEMENTS = 2**20  # elements of query per chunk of the backward: its temporaries hardly raise the peak memory
 
 
 def composed_attention(call: AttentionCall) -> Tensor:
-    """F1 to F7 for any visibility; differentiable once in every tensor."""
+    """F1 to F7 for any visibility, F12 for weights other than softmax; differentiable once in every tensor."""
+    if call.weights != SOFTMAX:
+        return weighted_attention(call)
     call = call.with_positive_scale()
     query, key, value, (alpha, beta, sink, gate) = call[:4]
     dim = query.shape[-1]
@@ -34,8 +38,11 @@ def composed_attention(call: AttentionCall) -> Tensor:
         # CUDA kernels read vectors of 8 elements; padding with zeros changes neither scores nor sums.
         query, key, value = (pad(x, (0, -dim % 8)) for x in (query, key, value))
         gate = None if gate is None else pad(gate, (0, -dim % 8))
+    tensors: Any = (query, key, value, alpha, beta, sink, gate)
+    if torch.compiler.is_compiling():
+        tensors = distinct(tensors)
     run: Any = _Composed.apply
-    out = run(query, key, value, alpha, beta, sink, gate, call.visibility, call.softmax_scale)
+    out = run(*tensors, call.visibility, call.softmax_scale)
     return out[..., :dim]
 
 
@@ -177,13 +184,19 @@ def _gradients(
             laid_out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
             torch.mul(inner.transpose(1, 2), alpha.transpose(1, 2)[..., None], out=laid_out)
             inner = laid_out.transpose(1, 2)
-        if sink is not None and has_few_keys(visibility):
-            softmax_grads = softmax_backward_of_few_keys(inner, query, key, value, sink, visibility, softmax_scale)
+        few = None if sink is None else find_few_rows(visibility, query.shape[1], query.dtype)
+        softmax_grads: Any
+        if few is not None and few.is_whole_call:
+            softmax_grads = tuple(torch.zeros_like(x, dtype=rows) for x in (query, key, value))
         else:
             softmax_grads = softmax_backward(
-                inner.to(query.dtype), query, key, value, softmax_out, lse, visibility, softmax_scale, aux
-            )
-        grads["query"], grads["key"], grads["value"] = softmax_grads
+                inner.to(query.dtype), query, key, value, softmax_out, lse if few is None else few.hidden(lse),
+                visibility, softmax_scale, aux,
+            )  # fmt: skip
+        if few is not None and sink is not None:
+            add_gradients(few, softmax_grads, inner, query, key, value, sink, softmax_scale)
+        for name, grad in zip(("query", "key", "value"), softmax_grads, strict=True):
+            grads[name] = grad.to(query.dtype)
         if from_beta is not None:
             grads["value"] = (from_beta + grads["value"]).to(value.dtype)
     return _Gradients(**grads)

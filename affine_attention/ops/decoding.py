@@ -27,7 +27,6 @@ from .validation import (
 )
 from .visibility import Visibility
 from .weights import SOFTMAX
-from .weights.blocks import weighted_attention
 
 
 def decode_attention(
@@ -95,7 +94,7 @@ def decode_attention(
         if block_table is not None:
             key, value = _gather_pages(key, block_table), _gather_pages(value, block_table)
         call = dense._replace(key=key, value=value, visibility=_aligned(visibility, lengths))
-        return (composed_attention if weights == SOFTMAX else weighted_attention)(call)
+        return composed_attention(call)
 
 
 def _shape_of_pages(cache: Tensor, block_table: Tensor) -> Tensor:

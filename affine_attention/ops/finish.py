@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .call import distinct
 from .dtypes import row_dtype, sum_dtype
 from .fused import HAS_TRITON, INTERPRETED, runs_on
 from .visibility import Visibility
@@ -74,8 +75,11 @@ def finish(y: Tensor, own: Tensor | None, marks: Tensor | None, parts: Finish, *
     exclusion, norm_weight, norm_eps, gate = parts
     gamma = exclusion if isinstance(exclusion, Tensor) else None
     number = 0.0 if exclusion is None or gamma is not None else float(exclusion)
+    tensors: Any = (y, own if exclusion is not None else None, gamma, norm_weight, gate)
+    if torch.compiler.is_compiling():
+        tensors = distinct(tensors)
     run: Any = _Finish.apply
-    return run(y, own if exclusion is not None else None, gamma, norm_weight, gate, marks, number, norm_eps, kernels)
+    return run(*tensors, marks, number, norm_eps, kernels)
 
 
 class _Finish(torch.autograd.Function):

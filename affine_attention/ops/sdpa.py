@@ -75,9 +75,14 @@ class CpuFlash(Kernel):
         return out, lse, None
 
     def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
+        if repeats > 1 and query.dtype != row_dtype(query.dtype):
+            # The kernel adds the query heads of a group in half precision, which rounds dK and dV once per head.
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=bias, scale=softmax_scale
         )
+        return dq, _sum_repeats(dk, groups), _sum_repeats(dv, groups)
 
 
 class CudnnAttention(Kernel):

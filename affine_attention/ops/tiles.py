@@ -163,14 +163,14 @@ def _tile_forward(
         out, lse = _with_nan_queries(query, out, lse)
     if visible is None:
         return out, lse, None, aux
-    broken = lse.isnan()
+    empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
+    broken = lse.isnan() & ~empty
     if _can_read_values(query) and broken.any():
         # Kernels add the bias: if the score of a masked key is +inf, inf - inf makes the whole row NaN.
         plain_out, plain_lse, _ = PLAIN.forward(query, key, value, bias, tile.is_causal, softmax_scale)
         out, lse = torch.where(broken[..., None], plain_out, out), torch.where(broken, plain_lse, lse)
         aux = PLAIN.name
     # Kernels differ in what they return for a row without keys (0, NaN, lse 0), so set it here.
-    empty = _empty_rows(visible, tile.is_causal, query.shape[2]).expand(lse.shape)
     return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf), empty, aux
 
 

@@ -103,6 +103,20 @@ class Visibility:
         rows, cols = queries.stop - queries.start, keys.stop - keys.start
         return visible.expand(*visible.shape[:2], rows, cols)
 
+    def sees(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether a query sees a key, for tensors of indices that broadcast."""
+        distance = query + self.offset - key
+        visible = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window is not None:
+            visible = visible & (distance.abs() < self.window)
+        if self.query_segments is not None and self.key_segments is not None:
+            visible = visible & (self.query_segments[batch, query] == self.key_segments[batch, key])
+        if self.key_mask is not None:
+            visible = visible & self.key_mask[batch, key]
+        if self.pair_mask is not None:
+            visible = visible & self.pair_mask[batch, head if self.pair_mask.shape[1] > 1 else head * 0, query, key]
+        return visible
+
     def dense(self) -> Tensor:
         """The dense mask [1|B, 1|H, T, S], for the reference implementation and diagnostics only."""
         mask = self.block(slice(0, self.num_queries), slice(0, self.num_keys))
@@ -115,7 +129,7 @@ class Visibility:
         if self.pair_mask is not None:
             blocks = [mask.sum(-1) for _, mask in self._mask_blocks()]
             return torch.cat(blocks, dim=2) if blocks else self.pair_mask.sum(-1)
-        start_T, stop_T = self._range_of_queries()
+        start_T, stop_T = self.key_ranges()
         if self.has_ranges_only:
             return (stop_T - start_T)[None, None]
         ones_BS1 = torch.ones(self.batch, 1, self.num_keys, 1, dtype=torch.int64, device=self.device)
@@ -164,7 +178,7 @@ class Visibility:
             return before + x_BGSD[:, :, self.offset :].cumsum(dim=2)
         if self.num_queries <= FEW_QUERIES:
             return self._sum_keys_by_matmul(x_BGSD)
-        return _sum_ranges(x_BGSD, self.key_segments, self.query_segments, *self._range_of_queries())
+        return _sum_ranges(x_BGSD, self.key_segments, self.query_segments, *self.key_ranges())
 
     def sum_queries(self, x_BGTD: Tensor) -> Tensor:
         """The transpose of `sum_keys`: sum of x over the queries that see each key, [B, G, S, D]."""
@@ -185,9 +199,9 @@ class Visibility:
             # Sum from the end instead of total - prefix: cancellation would round the sum of the later rows.
             after = x_BGTD.flip(2).cumsum(dim=2).flip(2)
             return torch.cat([after[:, :, :1].expand(-1, -1, self.offset, -1), after], dim=2)
-        return _sum_ranges(x_BGTD, self.query_segments, self.key_segments, *self._range_of_keys())
+        return _sum_ranges(x_BGTD, self.query_segments, self.key_segments, *self._query_ranges())
 
-    def _range_of_queries(self) -> tuple[Tensor, Tensor]:
+    def key_ranges(self) -> tuple[Tensor, Tensor]:
         """Keys [start, stop) that causal and window allow for each query."""
         position_T = torch.arange(self.num_queries, device=self.device) + self.offset
         start_T = torch.zeros_like(position_T)
@@ -200,7 +214,7 @@ class Visibility:
         start_T = start_T.clamp(0, self.num_keys)
         return start_T, torch.maximum(start_T, stop_T.clamp(0, self.num_keys))
 
-    def _range_of_keys(self) -> tuple[Tensor, Tensor]:
+    def _query_ranges(self) -> tuple[Tensor, Tensor]:
         """Queries [start, stop) that see each key according to causal and window."""
         query_S = torch.arange(self.num_keys, device=self.device) - self.offset
         start_S = torch.zeros_like(query_S)
@@ -223,13 +237,15 @@ class Visibility:
             yield queries, mask
 
     def _sum_keys_by_matmul(self, x_BGSD: Tensor) -> Tensor:
+        # CUDA has no product of integer matrices; fp64 counts exactly up to 2^53.
+        wide_BGSD = x_BGSD if x_BGSD.is_floating_point() else x_BGSD.to(torch.float64)
         blocks = []
         for _, mask in self._mask_blocks():
-            x_BMSD, mask = _match_heads(x_BGSD, mask)
-            blocks.append(mask.to(x_BGSD.dtype) @ x_BMSD)
+            x_BMSD, mask = _match_heads(wide_BGSD, mask)
+            blocks.append(mask.to(wide_BGSD.dtype) @ x_BMSD)
         if not blocks:
             return x_BGSD.new_zeros(self.batch, x_BGSD.shape[1], 0, x_BGSD.shape[-1])
-        return torch.cat(blocks, dim=2)
+        return torch.cat(blocks, dim=2).to(x_BGSD.dtype)
 
     def _sum_queries_by_matmul(self, x_BGTD: Tensor) -> Tensor:
         total = x_BGTD.new_zeros(self.batch, x_BGTD.shape[1], self.num_keys, x_BGTD.shape[-1])

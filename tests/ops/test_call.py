@@ -7,7 +7,7 @@ import torch
 
 from affine_attention import attention, explain
 from affine_attention.ops import api
-from affine_attention.ops.call import AttentionCall, CallSpec, Rows, TensorSpec
+from affine_attention.ops.call import AttentionCall, CallSpec, Rows, TensorSpec, distinct
 from affine_attention.ops.visibility import Visibility
 
 
@@ -31,6 +31,15 @@ def test_a_call_without_memory_holds_no_tensor():
     assert isinstance(spec.visibility.key_mask, TensorSpec)
     assert spec.visibility.is_causal
     assert (spec.softmax_scale, spec.nonnegative_alpha) == (0.5, True)
+
+
+def test_repeated_tensors_become_views():
+    x, y = torch.zeros(2, requires_grad=True), torch.ones(2)
+    given = (x, y, None, x, None, y)
+    found = distinct(given)
+    assert [a is b for a, b in zip(found, given, strict=True)] == [True, True, True, False, True, False]
+    assert found[3].data_ptr() == x.data_ptr()
+    assert found[3].requires_grad
 
 
 def test_a_call_needs_a_gradient_if_an_input_does():

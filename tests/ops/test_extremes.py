@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from affine_attention import attention, attention_weights, count_visible_keys, decode_attention
+from affine_attention.ops import weights as weight_functions
 from affine_attention.ops.fused import INTERPRETED
+from affine_attention.ops.fused.plan import WEIGHTS as FUSED_WEIGHTS
 from affine_attention.ops.validation import check_visibility
 from affine_attention.testing import Case, make_inputs, run, run_oracle
 from tests.interpreter import run_in_the_interpreter
@@ -310,13 +312,11 @@ def test_a_nan_query_is_nan_in_a_compiled_graph_too():
 # Rows that see no key
 
 
-@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "fused"])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind", ["padding", "short", "window", "segments", "mask", "no keys"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, kind, compiled):
-    if compiled and (impl != "composed" or not math.isnan(bad)):
-        pytest.skip("one compiled run of each kind is enough")
+EMPTY_KINDS = ["padding", "short", "window", "segments", "mask", "no keys"]
+
+
+def with_empty_rows(kind):
+    """The number of keys, the visibility and the rows that see no key, of a call with 40 queries."""
     empty = 3
     keys = {"short": 37, "window": 20, "no keys": 0}.get(kind, 40)
     first = torch.arange(40) < empty
@@ -328,7 +328,33 @@ def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, ki
         "mask": {"mask": (~first)[:, None].expand(2, 1, 40, 40)},
         "no keys": {},
     }[kind]
-    rows = slice(0, 40 if kind == "no keys" else empty)
+    return keys, visible, slice(0, 40 if kind == "no keys" else empty)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", EMPTY_KINDS[:4] if INTERPRETED else EMPTY_KINDS)
+@pytest.mark.parametrize("weights", FUSED_WEIGHTS if INTERPRETED else weight_functions.NAMES)
+@pytest.mark.parametrize("broken", ["query", "alpha", *(() if INTERPRETED else ("beta", "gate"))])
+def test_a_broken_row_that_sees_no_key_changes_nothing(impl, kind, weights, broken):
+    keys, visible, rows = with_empty_rows(kind)
+    names = ("query", "key", "value", *(() if broken == "query" else (broken,)))
+    tensors = {name: x for name, x in every_input(keys=keys).items() if name in names}
+    grad_out = torch.randn(2, HEADS, 40, 16)
+    clean = with_gradients(tensors, impl, grad_out, **visible, weights=weights)
+    tensors[broken][:, :, rows] = NAN
+    found = with_gradients(tensors, impl, grad_out, **visible, weights=weights)
+    for name, expected in clean.items():
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "fused"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("kind", EMPTY_KINDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(impl, bad, kind, compiled):
+    if compiled and (impl != "composed" or not math.isnan(bad)):
+        pytest.skip("one compiled run of each kind is enough")
+    keys, visible, rows = with_empty_rows(kind)
     tensors = every_input(keys=keys)
     tensors["sink"] = torch.randn(2, HEADS, 40)
     grad_out = torch.randn(2, HEADS, 40, 16)

@@ -238,3 +238,33 @@ def test_errors_name_the_argument_the_rule_and_the_value(function, changes, erro
     with pytest.raises(error) as caught:
         function(**(given | changes))
     assert words in str(caught.value)
+
+
+def test_norm_and_gate_equal_those_of_muse_spark():
+    """transformers' MuseSparkTextAttention normalises each head without a weight, then multiplies it by its gate."""
+    modeling = pytest.importorskip(
+        "transformers.models.muse_spark.modeling_muse_spark", reason="needs transformers 5.23"
+    )
+    config = modeling.MuseSparkTextConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=1,
+        layer_types=["full_attention"], mlp_layer_types=["dense"], attn_implementation="eager",
+    )  # fmt: skip
+    layer = modeling.MuseSparkTextAttention(config, 0).double()
+    hidden = draw(2, 7, 24, seed=1).requires_grad_()
+    hidden_mask = torch.full((7, 7), -torch.inf, dtype=torch.float64).triu(1)
+    expected, _ = layer(hidden, None, hidden_mask)
+
+    query, key, value = (
+        proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    gate = torch.sigmoid(layer.gate_proj(hidden)).unflatten(-1, (4, 8)).transpose(1, 2)
+    out = attention(
+        layer.qk_norm(query) * layer.qk_scale_factor, layer.qk_norm(key), value, is_causal=True, gate=gate,
+        norm_weight=torch.ones(8, dtype=torch.float64), norm_eps=config.rms_norm_eps,
+    )  # fmt: skip
+    found = layer.o_proj(out.transpose(1, 2).flatten(2))
+    close = {"rtol": 1e-5, "atol": 1e-6}  # their norms and softmax are computed in fp32
+    torch.testing.assert_close(found, expected, **close)
+    sources = (hidden, *layer.parameters())
+    for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), sources) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, **close)

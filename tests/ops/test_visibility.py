@@ -39,10 +39,32 @@ def test_counts_and_sums_equal_products_with_the_dense_mask(is_causal, window, p
         seen = make(queries, keys, is_causal=is_causal, window=window, segments=segments, padding=padding, pairs=pairs)
         dense = seen.dense().expand(2, max(pairs, 1), queries, keys)
         assert torch.equal(seen.count().expand(2, max(pairs, 1), queries), dense.sum(-1))
+        indices = (
+            torch.arange(n).view([-1 if at == dim else 1 for at in range(4)]) for dim, n in enumerate(dense.shape)
+        )
+        assert torch.equal(seen.sees(*indices).expand(dense.shape), dense)
         x = torch.randn(2, 3, keys, 4, dtype=torch.float64)
         y = torch.randn(2, 3, queries, 4, dtype=torch.float64)
         torch.testing.assert_close(seen.sum_keys(x), dense.double() @ x)
         torch.testing.assert_close(seen.sum_queries(y), dense.double().mT @ y)
+
+
+def test_counts_need_no_product_of_integers():
+    """CUDA has none: counting the keys of a few queries with padding and a window would fail there."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoIntegerProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
+            assert not is_product or args[0].is_floating_point()
+            return function(*args, **(kwargs or {}))
+
+    for queries, keys in itertools.product((1, 5), (7, 40)):
+        seen = make(queries, keys, is_causal=True, window=4, segments=True, padding=True)
+        with NoIntegerProducts():
+            counts = seen.count()
+        assert counts.dtype == torch.int64
+        assert torch.equal(counts, seen.dense().sum(-1))
 
 
 def test_dense_mask_equals_the_definition():
