@@ -6,7 +6,7 @@ tells which keys are filled: a token is then the last key that it sees.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,20 @@ from ..ops.finish import EMPTY, Finish, finish, uses_kernels
 from .masks import values_are_unknown
 
 
-def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
-    """(index of the own key [B, T], whether a query sees any key [B, T]); None where the operator finds them itself."""
+class OwnKeys(NamedTuple):
+    """The own keys of the queries of a call."""
+
+    keys: Tensor  # [B, T]
+    sees: Tensor  # [B, T]: whether the query sees any key
+    is_unknown: Tensor | None  # [B]: sequences whose mask sees ahead; None: there are none
+
+
+def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> OwnKeys | None:
+    """The own keys by the mask; None where the operator finds them itself.
+
+    A mask that sees ahead does not tell them. Eager code raises. Compiled and captured graphs cannot read the mask:
+    there `finish_with` sets the sequences concerned to NaN.
+    """
     mask = arguments.get("mask")
     if mask is None or queries == num_keys:
         return None
@@ -28,28 +40,34 @@ def own_keys(arguments: dict[str, Any], queries: int, num_keys: int) -> tuple[Te
         seen = mask.any(1)
     # argmax returns the first of the largest values.
     last, sees = num_keys - 1 - seen.flip(-1).to(torch.uint8).argmax(-1), seen.any(-1)
-    if queries > 1 and not values_are_unknown() and _sees_ahead(last, sees):
+    if queries == 1:
+        return OwnKeys(last, sees, None)
+    ahead = _sees_ahead(last, sees)
+    if values_are_unknown():
+        return OwnKeys(last, sees, ahead)
+    if ahead.any():
         raise ValueError(
             "exclusion needs the position of each token, which a mask that sees ahead (image tokens see each other) "
             "does not tell where the cache holds other keys; prefill the whole prompt in one call with a growing cache"
         )
-    return last, sees
+    return OwnKeys(last, sees, None)
 
 
-def _sees_ahead(last: Tensor, sees: Tensor) -> bool:
-    """True if a query sees a key after its own, from the last key [B, T] that each query sees.
+def _sees_ahead(last: Tensor, sees: Tensor) -> Tensor:
+    """[B]: whether a query sees a key after its own, from the last key [B, T] that each query sees.
 
     In a causal mask each query sees one key more than the one before it, until padding on the right, if any, adds no
     more. A block that sees ahead jumps to its end first, and stays there until the queries arrive.
     """
     steps = torch.where(sees[:, 1:] & sees[:, :-1], last.diff(dim=-1), 1)
     stayed = (steps == 0).cummax(-1).values
-    return bool(((steps > 1) | ((steps > 0) & stayed)).any())
+    return ((steps > 1) | ((steps > 0) & stayed)).any(-1)
 
 
-def finish_with(y: Tensor, value: Tensor, own: tuple[Tensor, Tensor], parts: Finish, impl: str) -> Tensor:
+def finish_with(y: Tensor, value: Tensor, own: OwnKeys, parts: Finish, impl: str) -> Tensor:
     """Exclusion, norm and gate of attention without them, for own keys that `own_keys` found."""
-    index, sees = own
-    index = index[:, None, :, None].expand(y.shape[0], value.shape[1], -1, value.shape[3])
+    keys, sees, is_unknown = own
+    index = keys[:, None, :, None].expand(y.shape[0], value.shape[1], -1, value.shape[3])
     marks = (~sees).to(torch.uint8)[:, None] * EMPTY
-    return finish(y, value.gather(2, index), marks, parts, kernels=uses_kernels(y, impl))
+    out = finish(y, value.gather(2, index), marks, parts, kernels=uses_kernels(y, impl))
+    return out if is_unknown is None else out.masked_fill(is_unknown[:, None, None, None], torch.nan)

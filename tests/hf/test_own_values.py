@@ -18,7 +18,8 @@ def test_the_operator_finds_the_last_keys_itself():
 
 def test_one_query_of_a_preallocated_cache_is_the_last_key_it_sees():
     mask = torch.tensor([[False, True, True, False], [True, False, False, False], [False] * 4])
-    index, sees = own_keys({"mask": mask}, 1, 4)
+    index, sees, is_unknown = own_keys({"mask": mask}, 1, 4)
+    assert is_unknown is None
     assert index[:2].flatten().tolist() == [2, 0]
     assert sees.flatten().tolist() == [True, True, False]
 
@@ -34,6 +35,27 @@ def test_a_mask_that_sees_ahead_is_refused_and_padding_is_not():
         ahead[first:stop, : stop + 1] = True
         with pytest.raises(ValueError, match="which a mask that sees ahead"):
             own_keys({"mask": ahead[None, None]}, 5, 9)
+
+
+def test_a_compiled_graph_returns_nan_where_the_mask_sees_ahead():
+    """It cannot read the mask, and the value of another token in the place of the own one would be silently wrong."""
+    torch.manual_seed(0)
+    y, value = torch.randn(3, 2, 5, 8), torch.randn(3, 1, 9, 8)
+    causal = torch.ones(5, 9).tril(1).bool()
+    mask = torch.stack([causal, causal, causal & (torch.arange(9) >= 2)])[:, None]
+    mask[1, :, 1:4, :5] = True
+
+    def call(mask):
+        own = own_keys({"mask": mask}, 5, 9)
+        return finish_with(y, value, own, Finish(1.0, None, NORM_EPS, None), "auto")
+
+    torch._dynamo.reset()
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(mask)
+    assert found[1].isnan().all()
+    mask[1] = causal
+    expected = call(mask)
+    for row in (0, 2):
+        torch.testing.assert_close(found[row], expected[row])
 
 
 def test_a_preallocated_cache_equals_a_growing_one():
