@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from affine_attention import AttentionMechanism, KeyValueCache, Mechanism, SelfAttention, attention_weights
+from affine_attention import AttentionMechanism, KeyValueCache, Mechanism, SelfAttention, attention, attention_weights
 from affine_attention.nn import PRESETS
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -179,6 +179,37 @@ def test_differential_heads_contain_diff_v2():
         torch.testing.assert_close(mine, other, **CLOSE)
 
 
+@pytest.mark.parametrize("layer_idx", [0, 3])
+def test_the_operator_computes_diff_v1(layer_idx):
+    """transformers' DiffLlamaAttention from two calls of the operator, one for each half of the value heads."""
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaConfig
+
+    config = DiffLlamaConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=4, attn_implementation="eager"
+    )
+    theirs = DiffLlamaAttention(config, layer_idx).double()
+    hidden = torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True)
+    no_rotation = torch.ones(1, 7, 8, dtype=torch.float64), torch.zeros(1, 7, 8, dtype=torch.float64)
+    hidden_keys = torch.full((7, 7), -torch.inf, dtype=torch.float64).triu(1)
+    expected, _ = theirs(hidden, no_rotation, hidden_keys)
+
+    query, key, value = (
+        proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (theirs.q_proj, theirs.k_proj, theirs.v_proj)
+    )
+    # Heads h and h + H / 2 have the same values: those of a head of the first half and of its partner in the second.
+    halves = [attention(query, key, half.repeat(1, 2, 1, 1), is_causal=True) for half in value.chunk(2, dim=1)]
+    first, second = torch.cat(halves, -1).chunk(2, dim=1)
+    share = torch.exp(theirs.lambda_q1 @ theirs.lambda_k1) - torch.exp(theirs.lambda_q2 @ theirs.lambda_k2)
+    difference = first - (share + theirs.lambda_init) * second
+    normed = torch.nn.functional.rms_norm(difference, (16,), eps=config.rms_norm_eps)
+    found = theirs.o_proj(((1 - theirs.lambda_init) * normed).transpose(1, 2).flatten(2))
+    close = {"rtol": 1e-5, "atol": 1e-6}  # their softmax and lambda are computed in fp32
+    torch.testing.assert_close(found, expected, **close)
+    sources = (hidden, *theirs.parameters())
+    for mine, other in zip(*(torch.autograd.grad(x.square().sum(), sources) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, other, **close)
+
+
 def test_exclusion_is_that_of_neomme_and_of_xsa():
     """Transformers' NeoMMEExclusiveSelfAttention, and its formula with a share of 1 (arXiv 2603.09078)."""
     from transformers.models.neomme.modeling_neomme import NeoMMEExclusiveSelfAttention
@@ -204,6 +235,34 @@ def test_exclusion_is_that_of_neomme_and_of_xsa():
     share = (plain * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
     torch.testing.assert_close(whole, plain.detach() - share * own, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close((whole * own).sum(-1), torch.zeros(2, 4, 7), rtol=0, atol=1e-5)
+
+
+def test_exclusion_comes_before_the_gate_as_in_neomme():
+    """The whole NeoMMEAttention of transformers: bidirectional, exclusion, then the gate and the output projection."""
+    from transformers.models.neomme.modeling_neomme import NeoMMEAttention, NeoMMEConfig
+
+    config = NeoMMEConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1,
+        layer_types=["full_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    theirs = NeoMMEAttention(config, 0).double()
+    torch.nn.init.normal_(theirs.exclusive_self_attention.alpha)
+    ours = AttentionMechanism("exclusive_gated", 24, 4, 16).double()
+    ours.head_exclusion = theirs.exclusive_self_attention.alpha
+    ours.gate_proj = theirs.output_projection.gate_proj
+    hidden = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    no_rotation = torch.ones(1, 7, 16, dtype=torch.float64), torch.zeros(1, 7, 16, dtype=torch.float64)
+    expected, _ = theirs(hidden, no_rotation)
+    query, key, value = (
+        proj(hidden).unflatten(-1, (-1, 16)).transpose(1, 2) for proj in (theirs.q_proj, theirs.k_proj, theirs.v_proj)
+    )
+    out = ours(hidden, theirs.q_norm(query), theirs.k_norm(key), value)
+    found = theirs.output_projection.o_proj(out.transpose(1, 2).flatten(2))
+    close = {"rtol": 1e-5, "atol": 1e-6}  # their norms and softmax are computed in fp32
+    torch.testing.assert_close(found, expected, **close)
+    sources = (hidden, *theirs.parameters())
+    for mine, other in zip(*(torch.autograd.grad(x.square().sum(), sources) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, other, **close)
 
 
 def test_the_norm_of_heads_is_that_of_pytorch_before_the_gate():
