@@ -49,7 +49,7 @@ from .validation import (
 )
 from .visibility import Visibility
 from .weights import SOFTMAX
-from .weights.blocks import weighted_attention
+from .weights.sigmoid import SIGMOID
 
 IMPLEMENTATIONS = ("auto", "reference", "composed", "fused")
 
@@ -141,19 +141,13 @@ def attention(
         given = (query, key, value, alpha, beta, sink, gate, mask)
         return _finished(given, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha, parts, weights, impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
-    if weights != SOFTMAX:
-        _check_impl(impl)
-        check_weights(weights, sink)
-        call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
-                             softmax_scale, nonnegative_alpha)  # fmt: skip
-        return _run_weighted(call._replace(weights=weights), impl)
-    if compiling and segment_ids is None and window is None and impl == "auto":
+    if compiling and segment_ids is None and window is None and impl == "auto" and weights == SOFTMAX:
         out = _run_plain_in_graph(query, key, value, alpha, beta, sink, gate, mask, is_causal, softmax_scale,
                                   nonnegative_alpha)  # fmt: skip
         if out is not None:
             return out
     tensors = (query, key, value, alpha, beta, sink, gate, mask)
-    settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl)
+    settings = (is_causal, window, softmax_scale, nonnegative_alpha, impl, weights)
     try:
         signature = None if compiling else _signature(tensors, segment_ids, settings)
         runner = None if signature is None else _runners.get(signature)
@@ -162,7 +156,7 @@ def attention(
     if runner is not None:
         return runner(tensors, segment_ids)
     _check_impl(impl)
-    call = _checked_call(*tensors, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha)
+    call = _checked_call(*tensors, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha, weights)
     if signature is None:
         return _run_in_graph(call, impl)
     if len(_runners) >= MAX_SIGNATURES:
@@ -225,9 +219,7 @@ def explain(
     _check_impl(impl)
     query, key, value, gate = _follow_autocast(query, key, value, gate)
     call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
-                         softmax_scale, nonnegative_alpha)  # fmt: skip
-    check_weights(weights, sink)
-    call = call._replace(weights=weights)
+                         softmax_scale, nonnegative_alpha, weights)  # fmt: skip
     finishes = exclusion is not None or norm_weight is not None
     if finishes:
         check_finish(query, exclusion, norm_weight, norm_eps)
@@ -264,9 +256,8 @@ def _finished(
     _check_impl(impl)
     query, key, value, alpha, beta, sink, gate, mask = tensors
     call = _checked_call(query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window,
-                         softmax_scale, nonnegative_alpha)  # fmt: skip
+                         softmax_scale, nonnegative_alpha, weights)  # fmt: skip
     check_finish(query, *parts[:3])
-    check_weights(weights, sink)
     y = attention(
         query, key, value, alpha=alpha, beta=beta, sink=sink, mask=mask, is_causal=is_causal, window=window,
         segment_ids=segment_ids, softmax_scale=softmax_scale, nonnegative_alpha=nonnegative_alpha, weights=weights,
@@ -277,23 +268,6 @@ def _finished(
             return reference_finish(y, value, call.visibility, parts)
         own = None if parts.exclusion is None else own_values(value, call.visibility)
         return finish(y, own, row_marks(call.visibility), parts, kernels=uses_kernels(y, impl))
-
-
-def _run_weighted(call: AttentionCall, impl: str) -> Tensor:
-    """A call with a weight function other than softmax."""
-    choice, route = _choose(call, impl)
-    with torch.autocast(_autocast_device(call.query), enabled=False):
-        if route is None:
-            return (reference_attention if choice.impl == "reference" else weighted_attention)(call)
-        from .fused.op import plan_of, run_plan
-        from .fused.plan import inputs_of
-
-        if call.weights == "sigmoid":
-            # The kernels take minus the bias of a row in the place of its sink.
-            counts = call.visibility.count().clamp(min=1).to(torch.float32)
-            call = call._replace(rows=call.rows._replace(sink=torch.log(counts).expand(call.query.shape[:3])))
-        call = call.with_positive_scale()
-        return run_plan(plan_of(call, call.needs_gradient), inputs_of(call), call.needs_gradient)
 
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]
@@ -390,14 +364,14 @@ def _fused_runner(settings: AttentionCall, call: AttentionCall, route: Route) ->
         from .fused.decode.op import decode
 
         return lambda tensors, segment_ids: decode(_same_call(settings, tensors, segment_ids))
-    from .fused.op import plan_of, run_plan
+    from .fused.op import plan_of, run_plan, with_kernel_rows
     from .fused.plan import inputs_of
 
     needs_gradient = call.needs_gradient
-    if route.forward == "flash" and not call.has_positive_scale:
+    if call.weights == SIGMOID.name or (route.forward == "flash" and not call.has_positive_scale):
 
         def run(tensors: tuple[Any, ...], segment_ids: Any) -> Tensor:
-            same = _same_call(settings, tensors, segment_ids).with_positive_scale()
+            same = with_kernel_rows(_same_call(settings, tensors, segment_ids))
             return run_plan(plan_of(same, needs_gradient), inputs_of(same), needs_gradient)
 
         return run
@@ -435,7 +409,7 @@ def _run_plain_in_graph(
     if query.is_cuda and num_queries < num_keys and num_queries <= MAX_DECODED_QUERIES and not needs_gradient:
         from .fused.decode import op as _  # noqa: F401 - registers the operator
 
-        return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale)
+        return torch.ops.affine_attention.decode(*tensors, mask, None, None, is_causal, None, num_keys, scale, SOFTMAX)
     if scale <= 0 or torch.are_deterministic_algorithms_enabled():
         return None
     is_plain = query.is_cuda and mask is None and all(x is None for x in rows)
@@ -443,7 +417,7 @@ def _run_plain_in_graph(
         return _plain_attention(query, key, value, is_causal, scale)
     from .fused.op import in_graph
 
-    return in_graph(*tensors, None, None, mask, is_causal, None, scale, nonnegative_alpha, needs_gradient)
+    return in_graph(*tensors, None, None, mask, is_causal, None, scale, nonnegative_alpha, SOFTMAX, needs_gradient)
 
 
 def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
@@ -469,7 +443,7 @@ def _run_in_graph(call: AttentionCall, impl: str) -> Tensor:
         return _plain_attention(call.query, call.key, call.value, seen.is_causal, call.softmax_scale)
     from .fused.op import traced_attention
 
-    return traced_attention(call.with_positive_scale(), needs_gradient)
+    return traced_attention(call, needs_gradient)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float) -> Tensor:
@@ -509,16 +483,18 @@ def _kernels_of(query: Tensor, key: Tensor, visibility: Visibility) -> tuple[str
 
 
 def _checked_call(
-    query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha
-) -> AttentionCall:
+    query, key, value, alpha, beta, sink, gate, mask, segment_ids, is_causal, window, softmax_scale, nonnegative_alpha,
+    weights,
+) -> AttentionCall:  # fmt: skip
     check_query_key(query, key)
     check_value(value, query, key)
     check_rows(query, alpha, beta, sink, gate)
+    check_weights(weights, sink)
     visibility = check_visibility(query, key, mask=mask, is_causal=is_causal, window=window, segment_ids=segment_ids)
     scale = check_softmax_scale(softmax_scale, query.shape[-1])
     check_flag("nonnegative_alpha", nonnegative_alpha)
     rows = Rows(alpha, beta, sink, gate)
-    return AttentionCall(query, key, value, rows, visibility, scale, nonnegative_alpha, softmax_scale is None)
+    return AttentionCall(query, key, value, rows, visibility, scale, nonnegative_alpha, softmax_scale is None, weights)
 
 
 def _check_impl(impl: Any) -> None:

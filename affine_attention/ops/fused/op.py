@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import AttentionCall, Rows
+from ..call import AttentionCall, Rows, distinct
 from ..validation import check_query_key, check_rows, check_softmax_scale, check_value, check_visibility
 from ..visibility import Visibility
+from ..weights.sigmoid import SIGMOID
 from . import on_device
 from .plan import Plan, Route, choose_route, inputs_of
 
@@ -87,7 +88,8 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? sink, Tensor? gate, "
     "Tensor? query_segments, Tensor? key_segments, Tensor? key_mask"
 )
-_SETTINGS = "bool is_causal, int? window, float softmax_scale, bool nonnegative_alpha"
+_SETTINGS = "bool is_causal, int? window, float softmax_scale, bool nonnegative_alpha, str weights"
+_NUM_INPUTS, _FLAG = 10, 15  # the settings are the arguments between the inputs and a last flag
 _library = torch.library.Library("affine_attention", "FRAGMENT")
 _library.define(f"forward({_INPUTS}, {_SETTINGS}, bool needs_gradient) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
@@ -96,19 +98,28 @@ _library.define(
 )
 
 
+def with_kernel_rows(call: AttentionCall) -> AttentionCall:
+    """The call as the flash kernels take it: a positive scale, and log n_i of sigmoid weights in place of a sink."""
+    if call.weights == SIGMOID.name:
+        counts = call.visibility.count().clamp(min=1).to(torch.float32)
+        call = call._replace(rows=call.rows._replace(sink=torch.log(counts).expand(call.query.shape[:3])))
+    return call.with_positive_scale()
+
+
 def traced_attention(call: AttentionCall, needs_gradient: bool) -> Tensor:
     """The output of a call in a graph."""
+    call = with_kernel_rows(call)
     seen = call.visibility
     return in_graph(
         *call.tensors, seen.query_segments, seen.key_segments, seen.key_mask, seen.is_causal, seen.window,
-        call.softmax_scale, call.nonnegative_alpha, needs_gradient,
+        call.softmax_scale, call.nonnegative_alpha, call.weights, needs_gradient,
     )  # fmt: skip
 
 
 def in_graph(*arguments: Any) -> Tensor:
     """The output of the operator `forward`, whose arguments these are, with its gradient."""
-    if arguments[14]:
-        return _GraphAttention.apply(*arguments[:14])
+    if arguments[_FLAG]:
+        return _GraphAttention.apply(*distinct(arguments[:_NUM_INPUTS]), *arguments[_NUM_INPUTS:_FLAG])
     return torch.ops.affine_attention.forward(*arguments)[0]
 
 
@@ -121,8 +132,8 @@ class _GraphAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         out, core, lse, state = torch.ops.affine_attention.forward(*arguments, True)
-        ctx.save_for_backward(*arguments[:10], core if core.numel() else out, lse, state)
-        ctx.settings = arguments[10:14]
+        ctx.save_for_backward(*arguments[:_NUM_INPUTS], core if core.numel() else out, lse, state)
+        ctx.settings = arguments[_NUM_INPUTS:_FLAG]
         return out
 
     @staticmethod
@@ -134,10 +145,12 @@ class _GraphAttention(torch.autograd.Function):
         given = [x is not None and (n != 5 or wants_sink) for n, x in enumerate(inputs[:7])]
         indices = [sum(given[:n]) for n in range(7)]
         wanted = [grads[at] if has and need else None for at, has, need in zip(indices, given, needs[:7], strict=True)]
-        return *wanted, *(None,) * 7
+        return *wanted, *(None,) * (_FLAG - 7)
 
 
-def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, nonnegative_alpha) -> AttentionCall:
+def _call(
+    inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, nonnegative_alpha, weights
+) -> AttentionCall:
     query, key, value, alpha, beta, sink, gate, query_segments, key_segments, key_mask = inputs
     assert query is not None
     assert key is not None
@@ -146,17 +159,18 @@ def _call(inputs: tuple[Tensor | None, ...], is_causal, window, softmax_scale, n
         query.shape[0], query.shape[2], key.shape[2], query.device, is_causal, window, query_segments, key_segments,
         key_mask,
     )  # fmt: skip
-    return AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale, nonnegative_alpha)
+    rows = Rows(alpha, beta, sink, gate)
+    return AttentionCall(query, key, value, rows, seen, softmax_scale, nonnegative_alpha, weights=weights)
 
 
 def _plan_of_operator(arguments: tuple[Any, ...], needs_gradient: bool) -> tuple[Plan, list[Tensor | None]]:
     """The plan of an operator's call, and its inputs as the kernels address them."""
-    key = (*map(_kind, arguments[:10]), *arguments[10:14], needs_gradient,
+    key = (*map(_kind, arguments[:_NUM_INPUTS]), *arguments[_NUM_INPUTS:_FLAG], needs_gradient,
            torch._C._get_deterministic_algorithms(), torch._C._get_cudnn_sdp_enabled())  # fmt: skip
     plan = _operator_plans.get(key)
     if plan is not None and arguments[5] is None and arguments[7] is None and arguments[9] is None:
-        return plan, plan.prepared(list(arguments[:10]))
-    call = _call(arguments[:10], *arguments[10:14])
+        return plan, plan.prepared(list(arguments[:_NUM_INPUTS]))
+    call = _call(arguments[:_NUM_INPUTS], *arguments[_NUM_INPUTS:_FLAG])
     if plan is None:
         check_call(call)
         if len(_operator_plans) >= MAX_PLANS:
@@ -169,7 +183,7 @@ _operator_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    needs_gradient = arguments[14]
+    needs_gradient = arguments[_FLAG]
     plan, inputs = _plan_of_operator(arguments, needs_gradient)
     results = on_device(plan.device, plan.run_forward, inputs)
     if not needs_gradient:
@@ -179,7 +193,7 @@ def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_op(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:
-    wants_sink = arguments[14]
+    wants_sink = arguments[_FLAG]
     plan, inputs = _plan_of_operator(arguments, True)
     lse_or_none = lse if lse.numel() else None
     grads = on_device(plan.device, plan.run_backward, grad_out, core, lse_or_none, state, inputs, wants_sink)
@@ -200,8 +214,8 @@ def check_call(call: AttentionCall) -> None:
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *settings, needs_gradient = arguments[10:]
-    call = _call(arguments[:10], *settings)
+    *settings, needs_gradient = arguments[_NUM_INPUTS:]
+    call = _call(arguments[:_NUM_INPUTS], *settings)
     check_call(call)
     query = call.query
     if not needs_gradient:
@@ -225,6 +239,7 @@ def _state_length(call: Any, route: Route) -> int:
     """The length of the state that the forward of a route returns."""
     from .flash.forward import flash_state
     from .hopper.forward import state_arrays
+    from .shared.limits import limit_arrays
     from .shared.workspace import length_of
 
     if route.forward == "empty":
@@ -232,7 +247,8 @@ def _state_length(call: Any, route: Route) -> int:
     if route.forward == "flash":
         return length_of(flash_state(call, None))
     has_rows = call.rows.alpha is not None or call.rows.beta is not None
-    return length_of(state_arrays(call, route.forward == "hopper", route.saves == "output" and has_rows))
+    arrays = state_arrays(call, route.forward in ("hopper", "gluon"), route.saves == "output" and has_rows)
+    return length_of(arrays | (limit_arrays(call.visibility) if route.forward == "gluon" else {}))
 
 
 def _fake_backward(grad_out: Tensor, core: Tensor, lse: Tensor, state: Tensor, *arguments: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import AttentionCall, Rows
+from ..call import AttentionCall, Rows, distinct
 from ..visibility import Visibility
 from . import capability, on_device
 from .op import MAX_PLANS, check_call
@@ -88,7 +88,7 @@ def projected_attention(
     scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     inputs = (query, key, value, sink, gate, hidden, weight, running_alpha)
     if torch.compiler.is_compiling():
-        return _GraphProjectedAttention.apply(*inputs, collected, token_mask, scale, divisor, sigmoid)
+        return _GraphProjectedAttention.apply(*distinct(inputs), collected, token_mask, scale, divisor, sigmoid)
     plan = _plan_of(inputs, scale, divisor, sigmoid)
     return _apply(plan, *inputs, collected, token_mask)
 
@@ -143,7 +143,9 @@ class ProjectedPlan(Plan):
                     grad_out, core, None, wants[0], projection=self.projection, wants=wants[1:]
                 )
             backward = self._backwards[kind]
-        return backward(grad_out, core, None, state, *inputs[:7], projected=(*inputs[7:9], token_mask))
+        return backward(
+            grad_out, core, None, state, *inputs[:7], None, None, None, projected=(*inputs[7:9], token_mask)
+        )
 
 
 def _call_of(inputs: tuple[Any, ...], softmax_scale: float) -> AttentionCall:

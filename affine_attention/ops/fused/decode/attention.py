@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
+from ..plan import WEIGHTS
 from ..shared.allocation import like
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.tile_functions import LOG2E
@@ -77,7 +78,7 @@ class Decode:
         row_slots: list[Any] = [None if x is None else Slot(n) for n, x in enumerate(call.rows, ALPHA)]
         row_slots.insert(3, call.rows.sink_strides)
         out_strides = query.fresh_strides
-        mask = visibility.key_mask
+        mask, weights = visibility.key_mask, WEIGHTS.index(call.weights)
         strides = [_strides(x) for x in (alpha, beta, gate)]
         launches = [Launch(
             split_kernel, (splits * programs,),
@@ -90,7 +91,7 @@ class Decode:
                 *strides[0][:2], *strides[1][:2], *strides[2][:2], *out_strides[:2],
                 num_queries, num_keys, groups, repeats, rows, splits, window or 0, call.softmax_scale * LOG2E.value,
                 visibility.is_causal and num_queries > 1, window is not None, page_size, one_page, finish,
-                dim, block_m, plan.block_n, block_d,
+                dim, block_m, plan.block_n, block_d, weights,
             ),
             num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers,
         )]  # fmt: skip
@@ -100,6 +101,7 @@ class Decode:
                 (
                     *parts, *row_slots, Slot(OUT), *strides[0], *strides[1], *strides[2], *out_strides[:3],
                     num_queries, heads, repeats, rows, splits, dim, min(32, 1 << (splits - 1).bit_length()), block_d,
+                    weights,
                 ),
                 num_warps=4,
             ))  # fmt: skip

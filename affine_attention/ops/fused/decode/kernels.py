@@ -6,6 +6,9 @@ D2  a row whose query is zero has s = 0 for every visible key, so its a_c is the
     rows form one more head of the tile, and the sum of values needs neither a second pass nor a second MMA.
 D3  m = max(m_1..m_C, sink),  O = sum_c exp(m_c - m) a_c / (sum_c exp(m_c - m) l_c + exp(sink - m))
 D4  out = gate * (alpha O + beta sum of v)
+D5  signed weights: D1 with |s_j| for s_j, and a_c = sum sign(s_j) exp(|s_j| - m_c) v_j
+D6  sigmoid weights: a_c = sum sigmoid(s_j - log n) v_j, n the number of keys that the row sees, and O = sum_c a_c. m_c
+    is 0, and l_c is the number of visible keys of the split: it is 0 for all splits only if the row sees no key
 
 The T queries of the R = H / G heads that share a key-value head are the rows of one tile. Scores are in units of log2.
 
@@ -20,7 +23,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..shared.tile_functions import LOG2E
+from ..shared.tile_functions import LOG2E, SIGMOID, SIGNED, signs
+
+
+@triton.jit
+def _bias_of_rows(
+    key_mask, mask_b, mask_s, batch, position, length, low, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """D6's log2 of n for the row at each position; 0 for rows that see no key. Every split counts all keys of a row."""
+    first, stop = position * 0, position * 0 + length
+    if CAUSAL:
+        stop = tl.minimum(stop, position + 1)
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+        stop = tl.minimum(stop, position + window)
+    count = tl.maximum(stop - first, 0)
+    if key_mask is not None:
+        count = position * 0
+        for start in range(low, length, BLOCK_N):
+            keys = start + tl.arange(0, BLOCK_N)
+            ok = keys < length
+            ok &= tl.load(key_mask + batch * mask_b + keys.to(tl.int64) * mask_s, mask=ok, other=0) != 0
+            inside = (keys[None, :] >= first[:, None]) & (keys[None, :] < stop[:, None])
+            count += tl.sum((inside & ok[None, :]).to(tl.int32), 1)
+    return tl.log2(tl.maximum(count, 1).to(tl.float32))
 
 
 @triton.jit
@@ -32,8 +59,9 @@ def split_kernel(
     num_queries, num_keys, groups, heads_per_group, num_rows, num_splits, window, scale_log2,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, ONE_PAGE: tl.constexpr, FINISH: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """D1, D2. One program owns one split of the keys for BLOCK_M packed rows of one group; writes m, l and a.
+    """D1 (D5, D6), D2. One program owns one split of the keys for BLOCK_M packed rows of one group; writes m, l and a.
 
     Packed row r is query r % T of head r // T; the head after the group's last one is the zero query of D2. Parts are
     [B, G, splits, rows], part_acc [B, G, splits, rows, D]. fp32 state. ONE_PAGE: no tile of keys crosses a page end.
@@ -70,6 +98,9 @@ def split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    if WEIGHTS == SIGMOID:
+        row_max = tl.zeros([BLOCK_M], dtype=tl.float32)
+        bias = _bias_of_rows(key_mask, mask_b, mask_s, batch, position, length, low, window, CAUSAL, WINDOW, BLOCK_N)
     if ONE_PAGE:
         entries = block_table + batch * table_b
         next_page = tl.load(entries + start // PAGE_SIZE, mask=start < stop, other=0)
@@ -106,15 +137,27 @@ def split_kernel(
         if WINDOW:
             visible &= (position[:, None] - keys[None, :] < window) & (keys[None, :] - position[:, None] < window)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(row_max - shift)
-        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc=acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
+        if WEIGHTS == SIGMOID:
+            weights = 1.0 / (1.0 + tl.exp2(bias[:, None] - scores))
+            # The zero query of D2 has weights of 1.
+            weights = tl.where(visible, tl.where(query_ok[:, None], weights, 1.0), 0.0)
+            row_sum += tl.sum(visible.to(tl.float32), axis=1)
+            acc = tl.dot(weights.to(v.dtype), v, acc=acc, input_precision="ieee")
+        else:
+            if WEIGHTS == SIGNED:
+                sign = tl.where(query_ok[:, None], signs(scores), 1.0)
+                scores = tl.abs(scores)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+            # A row that has seen no key yet has -inf here, and -inf - -inf is NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(scores - shift[:, None])
+            rescale = tl.exp2(row_max - shift)
+            row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+            if WEIGHTS == SIGNED:
+                weights = weights * sign
+            acc = tl.dot(weights.to(v.dtype), v, acc=acc * rescale[:, None], input_precision="ieee")
+            row_max = new_max
 
     if FINISH:
         if beta is not None:
@@ -132,8 +175,9 @@ def split_kernel(
             rescale = tl.exp2(row_max - base)
             row_sum = row_sum * rescale + tl.exp2(sink_log2 - base)
             acc *= rescale[:, None]
-        # A row that sees nothing, and has no sink, has row_sum = 0 and acc = 0.
-        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        if WEIGHTS != SIGMOID:
+            # A row that sees nothing, and has no sink, has row_sum = 0 and acc = 0.
+            acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         if alpha is not None:
             ptrs = alpha + batch * alpha_b + own_head * alpha_h
             acc *= tl.load(ptrs, mask=query_ok, other=0.0).to(tl.float32)[:, None]
@@ -160,9 +204,9 @@ def merge_kernel(
     part_max, part_sum, part_acc, alpha, beta, sink, sink_strides, gate, out,
     alpha_b, alpha_h, alpha_t, beta_b, beta_h, beta_t, gate_b, gate_h, gate_t, out_b, out_h, out_t,
     num_queries, heads, heads_per_group, num_rows, num_splits,
-    HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """D3, D4. One program owns one query of one head; merges its splits and writes out. fp32 sums."""
+    """D3 or D6, D4. One program owns one query of one head; merges its splits and writes out. fp32 sums."""
     query_at, head = tl.program_id(0) % num_queries, (tl.program_id(0) // num_queries) % heads
     batch = (tl.program_id(0) // (num_queries * heads)).to(tl.int64)
     group, member = head // heads_per_group, head % heads_per_group
@@ -200,8 +244,9 @@ def merge_kernel(
         acc = acc * rescale + tl.sum(weight[:, None] * tile, axis=0)
         top = new_top
 
-    # A row that sees no key and has no sink has total = 0 and acc = 0.
-    acc = acc / tl.where(total == 0.0, 1.0, total)
+    if WEIGHTS != SIGMOID:
+        # A row that sees no key and has no sink has total = 0 and acc = 0.
+        acc = acc / tl.where(total == 0.0, 1.0, total)
     if alpha is not None:
         acc *= tl.load(alpha + batch * alpha_b + head * alpha_h + query_at * alpha_t).to(tl.float32)
     if beta is not None:

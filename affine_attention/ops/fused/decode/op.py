@@ -19,7 +19,7 @@ _library = torch.library.Library("affine_attention", "FRAGMENT")
 _library.define(
     "decode(Tensor query, Tensor key, Tensor value, Tensor? alpha, Tensor? beta, Tensor? sink, Tensor? gate, "
     "Tensor? key_mask, Tensor? lengths, Tensor? block_table, bool is_causal, int? window, int num_keys, "
-    "float softmax_scale) -> Tensor"
+    "float softmax_scale, str weights) -> Tensor"
 )
 
 
@@ -35,7 +35,7 @@ def decode(call: AttentionCall, lengths: Tensor | None = None, block_table: Tens
     seen = call.visibility
     arguments: Any = (
         *call.tensors, seen.key_mask, lengths, block_table, seen.is_causal, seen.window, seen.num_keys,
-        call.softmax_scale,
+        call.softmax_scale, call.weights,
     )  # fmt: skip
     if torch.compiler.is_compiling() or type(call.query) not in (Tensor, torch.nn.Parameter):
         return torch.ops.affine_attention.decode(*arguments)
@@ -57,6 +57,7 @@ def _decode(
     window: int | None,
     num_keys: int,
     softmax_scale: float,
+    weights: str,
 ) -> Tensor:
     inputs = [
         packed(query), packed(key), packed(value), alpha, beta,
@@ -70,19 +71,21 @@ def _decode(
     # Triton specialises on 16-byte aligned addresses; masks and lengths may be unaligned.
     aligned = tuple(x is None or x.data_ptr() & 15 == 0 for x in inputs) if address & 15 else True
     signature = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in inputs), aligned, is_causal,
-            window, num_keys, softmax_scale)  # fmt: skip
+            window, num_keys, softmax_scale, weights)  # fmt: skip
     plan = _plans.get(signature)
     if plan is None:
-        plan = _new_plan(signature, inputs, is_causal, window, num_keys, softmax_scale)
+        plan = _new_plan(signature, inputs, is_causal, window, num_keys, softmax_scale, weights)
     return on_device(plan.device, plan, *inputs)
 
 
-def _new_plan(signature: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale) -> Decode:
+def _new_plan(
+    signature: tuple[Any, ...], inputs: list[Any], is_causal, window, num_keys, softmax_scale, weights
+) -> Decode:
     query, key, value, alpha, beta, sink, gate, key_mask, lengths, block_table = inputs
     seen = Visibility(
         query.shape[0], query.shape[2], num_keys, query.device, is_causal, window, key_mask=key_mask
     )  # fmt: skip
-    call = AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale)
+    call = AttentionCall(query, key, value, Rows(alpha, beta, sink, gate), seen, softmax_scale, weights=weights)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     specs = (None if x is None else TensorSpec.of(x) for x in (lengths, block_table))
