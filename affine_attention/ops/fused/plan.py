@@ -6,12 +6,15 @@ Rules, in this order (docs/kernels.md has the measurements):
   torch.use_deterministic_algorithms: neither backward is): PyTorch's own attention where the call has no mechanism; on
   Hopper, causal calls take one kernel of ours each for the forward and the backward; otherwise cuDNN between a prologue
   and an epilogue;
-- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
+- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs). With
+  AFFINE_HOPPER_RANGES=1, windows, segments, padding and T != S take two Gluon kernels on Hopper instead. They are off
+  by default until they have run on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +33,15 @@ HALF, SERVED = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, 
 LARGE = 2**25
 # Elements of query from which cuDNN's forward is faster than ours at head dims above 64.
 CUDNN_FORWARD = 2**23
+# Whether calls with windows, segments, padding or T != S take the Gluon kernels on Hopper.
+RANGES_ON_HOPPER = os.environ.get("AFFINE_HOPPER_RANGES") == "1"
 
 
 @dataclass(frozen=True)
 class Route:
     """How the calls of one signature run; `explain` describes it."""
 
-    forward: str  # "empty", "sdpa", "decode", "hopper", "cudnn" or "flash"
+    forward: str  # "empty", "sdpa", "decode", "hopper", "gluon", "cudnn" or "flash"
     backward: str | None  # "empty", "sdpa", "hopper", "cudnn" or "flash"; None: no gradient is needed
     saves: str  # "nothing", "output" or "softmax output": which of [B, H, T, D] the backward reads
     reason: str
@@ -60,8 +65,6 @@ def why_not_fused(call: AttentionCall) -> str | None:
         return f"needs a GPU of compute capability 8.0 or newer, got {capability_of(query) / 10}"
     if call.weights not in WEIGHTS:
         return f"has kernels for weights={', '.join(map(repr, WEIGHTS))}, got {call.weights!r}"
-    if call.weights != "softmax" and torch.compiler.is_compiling():
-        return f"serves weights={call.weights!r} outside of compiled graphs only"
     if query.dtype not in SERVED:
         return f"takes bfloat16, float16 or float32, got {str(query.dtype).removeprefix('torch.')}"
     if query.shape[-1] > MAX_HEAD_DIM:
@@ -76,8 +79,6 @@ def why_not_decode(call: AttentionCall, needs_gradient: bool) -> str | None:
     seen = call.visibility
     if call.query.device.type != "cuda":
         return f"needs a CUDA GPU, got {call.query.device.type} tensors"
-    if call.weights != "softmax":
-        return f"serves softmax weights, got {call.weights!r}"
     if seen.num_queries > MAX_DECODED_QUERIES:
         return f"serves up to {MAX_DECODED_QUERIES} queries, got T = {seen.num_queries}"
     if 0 in call.query.shape or 0 in call.key.shape:
@@ -141,7 +142,36 @@ def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
     refusals.append(f"plain causal or full attention {reason}")
     plain_rows = call.rows.alpha is None and call.rows.beta is None and call.rows.gate is None
     saves = "nothing" if not needs_gradient else "output" if plain_rows else "softmax output"
+    if RANGES_ON_HOPPER:
+        reason = why_not_ranges(call, needs_gradient)
+        if reason is None:
+            # A gate or a negative alpha needs lse itself (B7).
+            shift = needs_gradient and call.rows.alpha is not None and call.rows.gate is None and call.nonnegative_alpha
+            return Route("gluon", "hopper" if needs_gradient else None, saves, "; ".join(refusals), shift)
+        refusals.append(f"the Gluon kernels {reason}")
     return Route("flash", "flash" if needs_gradient else None, saves, "; ".join(refusals))
+
+
+def why_not_ranges(call: AttentionCall, needs_gradient: bool) -> str | None:
+    """The reason why the Gluon kernels cannot serve a call with any visibility but a dense mask, None when they can."""
+    from .hopper.backward import HEAD_DIMS, why_not_here
+
+    query = call.query
+    if query.device.type != "cuda" or capability_of(query) not in HOPPER:
+        return "need a GPU of compute capability 9.x"
+    if query.dtype not in HALF:
+        return f"take bfloat16 and float16, got query of {query.dtype}"
+    if query.shape[-1] not in HEAD_DIMS:
+        return (
+            f"serve head dims {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} that are multiples of 8, got {query.shape[-1]}"
+        )
+    if call.weights != "softmax" or call.softmax_scale <= 0:
+        return f"serve softmax weights with a positive softmax_scale, got {call.weights!r} and {call.softmax_scale}"
+    if call.rows.has_row_sinks:
+        return "take one sink per head [H], got a sink per row [B, H, T]"
+    if needs_gradient and torch.are_deterministic_algorithms_enabled():
+        return "have a backward that is not deterministic, and torch.use_deterministic_algorithms requires that"
+    return why_not_here()
 
 
 def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
@@ -253,6 +283,10 @@ class Plan:
         rows = call.rows
         keeps_marks = route.saves == "output" and (rows.alpha is not None or rows.beta is not None)
         settings: dict[str, Any] = {"keeps_core": keeps_core, "keeps_marks": keeps_marks, "shift": route.shift}
+        if route.forward == "gluon":
+            from .hopper.gluon_forward import GluonForward
+
+            return GluonForward(call, **settings)
         if route.forward == "hopper":
             from .hopper.forward import HopperForward
 
@@ -263,7 +297,7 @@ class Plan:
 
     def run_forward(self, inputs: list[Tensor | None]) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(out, softmax output, lse, state): what the route does not save, or keeps elsewhere, is None."""
-        return self.forward(*(inputs if self.route.forward == "flash" else inputs[:7]))
+        return self.forward(*(inputs if self.route.forward in ("flash", "gluon") else inputs[:7]))
 
     def run_backward(
         self,
@@ -290,7 +324,7 @@ class Plan:
             backward = self._backwards[kind]
         if self.route.backward == "flash":
             return backward(grad_out, core, state, *inputs)
-        return backward(grad_out, core, lse, state, *inputs[:7])
+        return backward(grad_out, core, lse, state, *(inputs if self.route.backward == "hopper" else inputs[:7]))
 
     def _backward(self, grad_out: Tensor, core: Tensor, lse: Tensor | None, wants_sink: bool, **projected: Any) -> Any:
         route, call, state = self.route, self.call, self.forward.state
@@ -307,8 +341,9 @@ class Plan:
             halves = call.rows.gate is not None and call.query.shape[1] == call.key.shape[1]
             halves = halves and call.query.numel() >= LARGE
             return HopperBackward(
-                call, *specs, of_lse, state, shift=route.shift, halves=halves, wants_sink=wants_sink, **projected
-            )
+                call, *specs, of_lse, state, shift=route.shift, halves=halves, wants_sink=wants_sink,
+                lse_in_log2=route.forward == "flash", **projected,
+            )  # fmt: skip
         from .cudnn.backward import CudnnBackward
 
         assert of_lse is not None, "cuDNN's backward reads cuDNN's lse"

@@ -7,13 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 from affine_attention.ops.fused import INTERPRETED, projected
-from affine_attention.ops.fused.hopper import backward as hopper_backward
 from affine_attention.ops.fused.plan import Route
 from affine_attention.ops.fused.projection import projected_coefficients
 from affine_attention.ops.visibility import Visibility
 
 from ...interpreter import run_in_the_interpreter
-from .routes import BackwardOnCpu, by_route
+from .routes import by_route, use_cpu_kernels
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -27,10 +26,10 @@ SIZES = [(2, 33, 40, 3, 3, 64), (1, 70, 48, 4, 2, 40)] if INTERPRETED else [
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """In the interpreter the route is the one of a Hopper GPU, with the Gluon kernel replaced by its formulas."""
+    """In the interpreter the route is the one of a Hopper GPU, with its Gluon kernel simulated."""
     projected.forget_plans()
+    use_cpu_kernels(monkeypatch)
     if INTERPRETED:
-        monkeypatch.setattr(hopper_backward, "HopperBackward", BackwardOnCpu)
         monkeypatch.setattr(
             projected, "choose_route",
             lambda call, needs_gradient: Route(

@@ -15,6 +15,8 @@ from ...call import CallSpec, TensorSpec
 from ..plan import WEIGHTS
 from ..shared.descriptors import key_section, query_section, tile_descriptor
 from ..shared.launch import ALIGNMENT, Launch, LaunchSet, Slot
+from ..shared.limits import key_ranges
+from ..shared.rule import can_have_empty_rows, make_rule
 from ..shared.tile_functions import (
     FULL,
     GRID_NUMBERS,
@@ -23,25 +25,24 @@ from ..shared.tile_functions import (
     SIGMOID,
     SIGNED,
     has_unseen_keys,
+    key_span,
     load_row_scalars,
     load_sinks,
     load_tile,
+    mask_pairs,
+    query_span,
     scheduled_block,
     signs,
     span_phase,
     store_row_scalars,
     store_tile,
     sum_full_tiles,
-    tile_span,
-    visible_pairs,
     zero_nonfinite,
 )
 from ..shared.tile_sizes import Config
 from ..shared.value_sums import padded
 from ..shared.workspace import Workspace
 from .forward import PRECISION, size_of
-from .ranges import RangeArrays
-from .rule import make_rule
 
 (GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, DQ, DK, DV, DALPHA,
  DBETA, DGATE, SINK_PARTS, NUM_TENSORS) = range(20)  # fmt: skip
@@ -50,7 +51,7 @@ from .rule import make_rule
 @triton.jit(do_not_specialize=GRID_NUMBERS[:2])
 def _row_kernel(
     o_desc, grad_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, lse, sums,
-    ranges, delta, dalpha, dalpha_strides, dbeta, dbeta_strides, dsink_parts, dgate, dgate_strides,
+    delta, dalpha, dalpha_strides, dbeta, dbeta_strides, dsink_parts, dgate, dgate_strides,
     scaled_grad, scaled_strides, rule, num_heads, num_kv_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -90,13 +91,8 @@ def _row_kernel(
     store_row_scalars(delta, row_strides, batch, head, queries, rule.num_queries, row_delta)
     if beta is not None:
         kv_head = head // (num_heads // num_kv_heads)
-        first = block * BLOCK_M + rule.num_keys - rule.num_queries
-        last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
-        of_block = None
-        if ranges is not None:
-            of_block = ranges + (batch * tl.num_programs(1) + block) * 4
-        span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
-        prefix: tl.constexpr = (rule.back is None) and (ranges is None)
+        span = query_span(block, queries, batch, rule, BLOCK_M, BLOCK_N)
+        prefix: tl.constexpr = (rule.back is None) and (rule.limits is None)
         full_sum = sum_full_tiles(
             sums, span, batch, kv_head, num_kv_heads, tl.cdiv(rule.num_keys, BLOCK_N), HEAD_DIM, BLOCK_D, prefix
         )[None, :]
@@ -105,19 +101,19 @@ def _row_kernel(
         left = e.to(grad.dtype)
         for phase in tl.static_range(1, 3):
             begin, end = span_phase(span, phase)
-            if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+            if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
                 for tile in tl.range(begin, end, num_stages=1):
                     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                    visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
                     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
                     if has_unseen_keys(rule, phase):
                         v = zero_nonfinite(v)
                     # dbeta needs E . v in the masked tiles only; the gate needs the sums themselves.
                     value_grads = tl.dot(left, v.T, input_precision=PRECISION)
-                    row_dbeta += tl.sum(tl.where(visible, value_grads, 0.0), 1)
+                    row_dbeta += tl.sum(mask_pairs(value_grads, 0.0, queries, keys, batch, rule), 1)
                     if gate_desc is not None:
-                        weights = tl.where(visible, 1.0, 0.0).to(v.dtype)
-                        value_sum = tl.dot(weights, v, value_sum, input_precision=PRECISION)
+                        ones = tl.full([BLOCK_M, BLOCK_N], 1.0, tl.float32)
+                        weights = mask_pairs(ones, 0.0, queries, keys, batch, rule)
+                        value_sum = tl.dot(weights.to(v.dtype), v, value_sum, input_precision=PRECISION)
         store_row_scalars(dbeta, dbeta_strides, batch, head, queries, rule.num_queries, row_dbeta)
         if gate_desc is not None:
             mixed += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
@@ -135,25 +131,20 @@ def _row_kernel(
 
 
 @triton.jit
-def _probabilities(scores, row_lse, visible, scale_log2, MASKED: tl.constexpr, WEIGHTS: tl.constexpr):
-    """P of one tile in either orientation, without its signs; row_lse broadcasts along the keys."""
+def _probabilities(scores, row_lse, scale_log2, WEIGHTS: tl.constexpr):
+    """P of one tile in either orientation, without its signs and its mask; row_lse broadcasts along the keys."""
     if WEIGHTS == SIGMOID:
         p = 1.0 / (1.0 + tl.exp2(row_lse - scores * scale_log2))
     elif WEIGHTS == SIGNED:
         p = tl.exp2(tl.abs(scores) * scale_log2 - row_lse)
     else:
         p = tl.exp2(scores * scale_log2 - row_lse)
-    if MASKED:
-        # Select instead of multiplying by 0: a masked key may be NaN, and an empty row has lse = -inf.
-        p = tl.where(visible, p, 0.0)
     return p
 
 
 @triton.jit
-def _score_grads(
-    p, value_grads, row_alpha, row_delta, scores, visible, MASKED: tl.constexpr, WEIGHTS: tl.constexpr
-):  # fmt: skip
-    """dS of one tile in either orientation, from P and E . v."""
+def _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS: tl.constexpr):
+    """dS of one tile in either orientation, without its mask, from P and E . v."""
     if row_alpha is not None:
         value_grads = value_grads * row_alpha
     if WEIGHTS == SIGMOID:
@@ -163,8 +154,6 @@ def _score_grads(
         ds = sign * p * (sign * value_grads - row_delta)
     else:
         ds = p * (value_grads - row_delta)
-    if MASKED:
-        ds = tl.where(visible, ds, 0.0)
     return ds
 
 
@@ -177,40 +166,34 @@ def _query_grad_step(
     """B3, dQ, for one tile of keys."""
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
-    visible = None
     scores = tl.dot(q, k.T, input_precision=PRECISION)
-    if MASKED:
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
     if UNSEEN:
         # Rows that see a non-finite key are NaN through lse; the MMA must not propagate it to other rows.
         k = zero_nonfinite(k)
-    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED, WEIGHTS)
+    p = _probabilities(scores, row_lse, scale_log2, WEIGHTS)
     value_grads = tl.dot(e, v.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, visible, MASKED, WEIGHTS)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS)
+    if MASKED:
+        # Select instead of multiplying by 0: a masked key may be NaN, and an empty row has lse = -inf.
+        ds = mask_pairs(ds, 0.0, queries, tile * BLOCK_N + tl.arange(0, BLOCK_N), batch, rule)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def _query_grad_kernel(
-    q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, lse, delta, ranges, dq, dq_strides, rule,
+    q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, lse, delta, dq, dq_strides, rule,
     softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dQ. One program owns BLOCK_M queries of one head; writes dq. fp32 sums."""
     num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
-    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=True)
+    block, batch_head = scheduled_block(tl.program_id(0), num_blocks, num_programs, section, LONGEST_LAST=True)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     kv_head = head // (num_heads // num_kv_heads)
     queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = block * BLOCK_M + rule.num_keys - rule.num_queries
-    last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
-    of_block = None
-    if ranges is not None:
-        of_block = ranges + (batch * num_blocks + block) * 4
-    span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
+    span = query_span(block, queries, batch, rule, BLOCK_M, BLOCK_N)
 
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
     e = load_tile(e_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
@@ -223,7 +206,7 @@ def _query_grad_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for phase in tl.static_range(3):
         begin, end = span_phase(span, phase)
-        if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+        if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
             for tile in tl.range(begin, end):
                 total = _query_grad_step(
                     total, q, e, row_alpha, row_delta, row_lse, k_desc, v_desc, tile, batch, kv_head, queries, rule,
@@ -236,9 +219,13 @@ def _query_grad_kernel(
 def _key_grad_step(
     dk, dv, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, tile, batch, head, num_heads,
     keys, rule, scale_log2,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    EMPTY_ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """B3, dK, and B4 for one tile of queries. Tiles are transposed, so that P and dS are left operands of the MMAs."""
+    """B3, dK, and B4 for one tile of queries. Tiles are transposed, so that P and dS are left operands of the MMAs.
+
+    EMPTY_ROWS: some queries of the tile may see no key. They may contain anything, and 0 times NaN is NaN.
+    """
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q = load_tile(q_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
     e = load_tile(e_desc, batch, head, tile * BLOCK_M, BLOCK_M, BLOCK_D)
@@ -249,11 +236,8 @@ def _key_grad_step(
     row_alpha = None
     if alpha is not None:
         row_alpha = load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[None, :]
-    visible = None
-    if MASKED:
-        visible = visible_pairs(queries[None, :], keys[:, None], batch, rule)
     scores = tl.dot(k, q.T, input_precision=PRECISION)
-    p = _probabilities(scores, row_lse, visible, scale_log2, MASKED, WEIGHTS)
+    p = _probabilities(scores, row_lse, scale_log2, WEIGHTS)
     weights = p
     if WEIGHTS == SIGNED:
         weights = weights * signs(scores)
@@ -261,11 +245,16 @@ def _key_grad_step(
         weights = weights * row_alpha
     if beta is not None:
         weights += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[None, :]
-        if MASKED:
-            weights = tl.where(visible, weights, 0.0)
+    if MASKED:
+        weights = mask_pairs(weights, 0.0, queries, keys, batch, rule, KEYS_FIRST=True)
     dv = tl.dot(weights.to(e.dtype), e, dv, input_precision=PRECISION)
     value_grads = tl.dot(v, e.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, visible, MASKED, WEIGHTS)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS)
+    if MASKED:
+        ds = mask_pairs(ds, 0.0, queries, keys, batch, rule, KEYS_FIRST=True)
+    if EMPTY_ROWS:
+        # A row that sees a key keeps its NaN: its dS is NaN.
+        q = zero_nonfinite(q)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -275,24 +264,18 @@ def _key_grad_kernel(
     q_desc, k_desc, v_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta, ranges,
     dk, dk_strides, dv, dv_strides, rule, softmax_scale, scale_log2, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, WEIGHTS: tl.constexpr,
+    PRECISION: tl.constexpr, EMPTY_ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """B3, dK, and B4. One program owns BLOCK_N keys of one key-value head, for every query head of its group.
 
     Writes dk and dv. fp32 sums.
     """
     num_blocks = tl.cdiv(rule.num_keys, BLOCK_N)
-    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=False)
+    block, batch_head = scheduled_block(tl.program_id(0), num_blocks, num_programs, section, LONGEST_LAST=False)
     batch = (batch_head // num_kv_heads).to(tl.int64)
     kv_head = (batch_head % num_kv_heads).to(tl.int64)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    # A key at j is seen by the queries at positions j - ahead .. j + back.
-    first = block * BLOCK_N - (rule.num_keys - rule.num_queries)
-    last = tl.minimum(first + BLOCK_N, rule.num_queries) - 1
-    of_block = None
-    if ranges is not None:
-        of_block = ranges + (batch * num_blocks + block) * 4
-    span = tile_span(first, last, rule.ahead, rule.back, rule.num_queries, of_block, BLOCK_M, MASK_TAIL=False)
+    span = key_span(block, num_blocks, batch, rule, ranges, BLOCK_M, BLOCK_N)
 
     k = load_tile(k_desc, batch, kv_head, block * BLOCK_N, BLOCK_N, BLOCK_D)
     v = load_tile(v_desc, batch, kv_head, block * BLOCK_N, BLOCK_N, BLOCK_D)
@@ -304,12 +287,16 @@ def _key_grad_kernel(
         for phase in tl.static_range(3):
             begin, end = span_phase(span, phase)
             # A masked edge that cannot occur is not compiled.
-            if (phase == FULL) or (ranges is not None) or ((rule.ahead if phase == LEFT else rule.back) is not None):
+            if (
+                (phase == FULL)
+                or (rule.limits is not None)
+                or ((rule.ahead if phase == LEFT else rule.back) is not None)
+            ):
                 for tile in tl.range(begin, end):
                     dk_total, dv_total = _key_grad_step(
                         dk_total, dv_total, k, v, q_desc, e_desc, alpha, alpha_strides, beta, beta_strides, lse, delta,
                         tile, batch, head, num_heads, keys, rule, scale_log2,
-                        BLOCK_M, BLOCK_D, PRECISION, MASKED=phase != FULL, WEIGHTS=WEIGHTS,
+                        BLOCK_M, BLOCK_D, PRECISION, phase != FULL, EMPTY_ROWS and (phase != FULL), WEIGHTS,
                     )  # fmt: skip
     store_tile(dk, dk_strides, batch, kv_head, keys, rule.num_keys, dk_total * softmax_scale, HEAD_DIM, BLOCK_D)
     store_tile(dv, dv_strides, batch, kv_head, keys, rule.num_keys, dv_total, HEAD_DIM, BLOCK_D)
@@ -332,23 +319,26 @@ class FlashBackward:
         self.call, self.device = call, call.query.get_device()
         # The sink slot of sigmoid weights holds a bias that has no gradient.
         self.has_sink = call.rows.sink is not None and call.weights != "sigmoid"
-        self.rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+        tensors = (Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+        self.rule = make_rule(call.visibility, tensors, lambda name: Slot(NUM_TENSORS + state.index(name)))
         self.rows = size_of("rows", call, sizes)
         self.num_blocks = -(-call.query.shape[2] // self.rows.block_m)
         first = NUM_TENSORS + len(state.arrays)
         delta, self.scaled = Slot(first), Slot(GRAD)
         if call.rows.gate is not None:
             self.scaled = Slot(first + 1)
-        ranges = RangeArrays(call, self.rule, first + len(self._arrays()))
+        of_keys = size_of("key_grads", call, sizes)
+        arrays, ranges, preparation = key_ranges(self.rule, call.query.shape[0], of_keys, first + len(self._arrays()))
         lse = Slot(NUM_TENSORS)
-        table = Slot(NUM_TENSORS + 1) if "table" in state.arrays else None
+        table = Slot(NUM_TENSORS + state.index("table")) if "table" in state.arrays else None
         launches = [
-            self._rows(grad_out, core, lse, table, delta, ranges.add(self.rows, "query")),
-            self._query_grads(grad_out, lse, delta, ranges, size_of("query_grads", call, sizes)),
-            self._key_grads(grad_out, lse, delta, ranges, size_of("key_grads", call, sizes)),
+            *preparation,
+            self._rows(grad_out, core, lse, table, delta),
+            self._query_grads(grad_out, lse, delta, size_of("query_grads", call, sizes)),
+            self._key_grads(grad_out, lse, delta, ranges, of_keys),
         ]
-        self.workspace = Workspace(self._arrays() | ranges.arrays, call.query.device)
-        self.launches = LaunchSet({"backward": [*ranges.launches, *launches]}, state, self.workspace)
+        self.workspace = Workspace(self._arrays() | arrays, call.query.device)
+        self.launches = LaunchSet({"backward": launches}, state, self.workspace)
 
     def __call__(
         self, grad_out: Tensor, core: Tensor, state: Tensor, *inputs: Tensor | None
@@ -391,9 +381,7 @@ class FlashBackward:
         strides = (heads * length * width, length * width, width, 1)
         return TensorSpec(grad_out.shape, strides, grad_out.dtype, grad_out.device)
 
-    def _rows(
-        self, grad_out: TensorSpec, core: TensorSpec, lse: Slot, table: Slot | None, delta: Slot, ranges: Slot | None
-    ) -> Launch:
+    def _rows(self, grad_out: TensorSpec, core: TensorSpec, lse: Slot, table: Slot | None, delta: Slot) -> Launch:
         query, key, value, (alpha, beta, sink, gate) = self.call[:4]
         if not self.has_sink:
             sink = None
@@ -408,7 +396,7 @@ class FlashBackward:
                 Slot(VALUE, tile_descriptor(value, rows.block_n)),
                 None if gate is None else Slot(GATE, tile_descriptor(gate, rows.block_m)),
                 *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), None if sink is None else Slot(SINK),
-                None if sink is None else self.call.rows.sink_strides, lse, table, ranges, delta,
+                None if sink is None else self.call.rows.sink_strides, lse, table, delta,
                 None if alpha is None else Slot(DALPHA), row_strides,
                 None if beta is None else Slot(DBETA), row_strides,
                 None if sink is None else Slot(SINK_PARTS), *_with_strides(gate, DGATE, fresh=True),
@@ -418,7 +406,7 @@ class FlashBackward:
             num_warps=rows.num_warps,
         )  # fmt: skip
 
-    def _query_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: RangeArrays, config: Config) -> Launch:
+    def _query_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, config: Config) -> Launch:
         query, key, value, (alpha, _, _, _) = self.call[:4]
         batch, heads, num_queries, dim = query.shape
         tile = tile_descriptor(self._e(grad_out), config.block_m)
@@ -428,7 +416,7 @@ class FlashBackward:
             (
                 Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
                 Slot(VALUE, tile_descriptor(value, config.block_n)), Slot(self.scaled.index, tile),
-                *_with_strides(alpha, ALPHA), lse, delta, ranges.add(config, "query"),
+                *_with_strides(alpha, ALPHA), lse, delta,
                 *_with_strides(query, DQ, fresh=True), self.rule, scale, scale * LOG2E.value, heads, key.shape[1],
                 batch * heads, query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
                 WEIGHTS.index(self.call.weights),
@@ -436,7 +424,7 @@ class FlashBackward:
             **config.options,
         )  # fmt: skip
 
-    def _key_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: RangeArrays, config: Config) -> Launch:
+    def _key_grads(self, grad_out: TensorSpec, lse: Slot, delta: Slot, ranges: Slot | None, config: Config) -> Launch:
         query, key, value, (alpha, beta, _, _) = self.call[:4]
         batch, heads, _, dim = query.shape
         kv_heads, num_keys = key.shape[1:3]
@@ -447,10 +435,11 @@ class FlashBackward:
             (
                 Slot(QUERY, tile_descriptor(query, config.block_m)), Slot(KEY, tile_descriptor(key, config.block_n)),
                 Slot(VALUE, tile_descriptor(value, config.block_n)), Slot(self.scaled.index, tile),
-                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), lse, delta, ranges.add(config, "key"),
+                *_with_strides(alpha, ALPHA), *_with_strides(beta, BETA), lse, delta, ranges,
                 *_with_strides(key, DK, fresh=True), *_with_strides(value, DV, fresh=True), self.rule,
                 scale, scale * LOG2E.value, heads, kv_heads, batch * kv_heads, key_section(query, key),
-                config.block_m, config.block_n, dim, padded(dim), PRECISION, WEIGHTS.index(self.call.weights),
+                config.block_m, config.block_n, dim, padded(dim), PRECISION, can_have_empty_rows(self.rule),
+                WEIGHTS.index(self.call.weights),
             ),
             **config.options,
         )  # fmt: skip

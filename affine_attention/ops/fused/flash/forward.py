@@ -13,6 +13,8 @@ from ..shared import value_sums
 from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
+from ..shared.limits import limit_arrays, limit_launches
+from ..shared.rule import is_causal_only, make_rule, sums_are_prefixes
 from ..shared.tile_functions import (
     FULL,
     GRID_NUMBERS,
@@ -20,27 +22,27 @@ from ..shared.tile_functions import (
     LOG2E,
     SIGMOID,
     SIGNED,
+    Rule,
     has_unseen_keys,
     is_finite,
     load_row_scalars,
     load_sinks,
     load_tile,
+    mask_pairs,
+    query_span,
+    row_limits,
     scheduled_block,
     signs,
     span_phase,
     start_softmax,
     store_tile,
     sum_full_tiles,
-    tile_span,
-    visible_pairs,
     zero_nonfinite,
 )
 from ..shared.tile_sizes import Config
 from ..shared.tuned import chosen_config
 from ..shared.value_sums import padded
 from ..shared.workspace import Workspace
-from .ranges import RangeArrays
-from .rule import is_causal_only, make_rule, sums_are_prefixes
 
 PRECISION = "ieee"  # tf32 would reduce the precision of fp32 calls
 (QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, OUT, CORE, NUM_TENSORS) = range(13)
@@ -48,11 +50,11 @@ PRECISION = "ieee"  # tf32 would reduce the precision of fp32 calls
 
 @triton.jit
 def _softmax_step(
-    output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
+    output, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, UNSEEN: tl.constexpr,
-    SUM_VALUES: tl.constexpr, WEIGHTS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """F1, F2 for one tile of keys: the online softmax, in units of log2; with SUM_VALUES also F8 of a masked tile.
+    """F1, F2 for one tile of keys: the online softmax, in units of log2.
 
     WEIGHTS: signed weights are a softmax of absolute scores, times the signs. For sigmoid weights the sink of a row is
     minus its bias: it is row_max, which stays as it is, and row_sum stays 1.
@@ -65,22 +67,12 @@ def _softmax_step(
     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     if MASKED:
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        visible = visible_pairs(queries[:, None], keys[None, :], batch, rule)
         if UNSEEN:
             # A non-finite value becomes a NaN score, which propagates to every row that sees it.
             nonfinite = tl.min(is_finite(v).to(tl.int32), 1) == 0
             scores = tl.where(nonfinite[None, :], float("nan"), scores)
             v = zero_nonfinite(v)
-        scores = tl.where(visible, scores, float("-inf"))
-        if SUM_VALUES:
-            # The mask in the register layout of the scores, which feeds the MMA without a conversion.
-            ones = tl.where(scores != float("-inf"), 1.0, 0.0).to(v.dtype)
-            value_sum = tl.dot(ones, v, value_sum, input_precision=PRECISION)
-    # Use the mask, not the scores: the maximum of NaN scores may be -inf.
-    if MASKED:
-        seen = seen | tl.max(visible.to(tl.int32), 1)
-    else:
-        seen = seen | 1
+        scores = mask_pairs(scores, float("-inf"), queries, keys, batch, rule)
     if WEIGHTS == SIGMOID:
         new_max = row_max
         p = 1.0 / (1.0 + tl.exp2(row_max[:, None] - scores * scale_log2))
@@ -97,12 +89,26 @@ def _softmax_step(
         if WEIGHTS == SIGNED:
             p = p * sign
     output = tl.dot(p.to(v.dtype), v, output, input_precision=PRECISION)
-    return output, value_sum, new_max, row_sum, seen
+    return output, new_max, row_sum
+
+
+@triton.jit
+def _sum_masked_tile(
+    value_sum, v_desc, tile, batch, kv_head, queries, rule,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, UNSEEN: tl.constexpr,
+):  # fmt: skip
+    """F8 for one masked tile of keys: adds the values that each row sees."""
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    weights = mask_pairs(tl.full([queries.shape[0], BLOCK_N], 1.0, tl.float32), 0.0, queries, keys, batch, rule)
+    v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
+    if UNSEEN:
+        v = zero_nonfinite(v)
+    return tl.dot(weights.to(v.dtype), v, value_sum, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def _forward_kernel(
-    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, sums, ranges,
+    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, sums,
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -113,18 +119,12 @@ def _forward_kernel(
     fp32 sums. `softmax_out` is None if it equals `out` or is not saved.
     """
     num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
-    block, batch_head = scheduled_block(num_blocks, num_programs, section, LONGEST_LAST=True)
+    block, batch_head = scheduled_block(tl.program_id(0), num_blocks, num_programs, section, LONGEST_LAST=True)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     kv_head = head // (num_heads // num_kv_heads)
     queries = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    offset = rule.num_keys - rule.num_queries
-    first = block * BLOCK_M + offset
-    last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
-    of_block = None
-    if ranges is not None:
-        of_block = ranges + (batch * num_blocks + block) * 4
-    span = tile_span(first, last, rule.back, rule.ahead, rule.num_keys, of_block, BLOCK_N, MASK_TAIL=True)
+    span = query_span(block, queries, batch, rule, BLOCK_M, BLOCK_N)
 
     sink_log2 = None
     if sink is not None:
@@ -132,39 +132,48 @@ def _forward_kernel(
     row_max, row_sum = start_softmax(sink_log2, BLOCK_M)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     q = load_tile(q_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D)
-    value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    seen = tl.zeros([BLOCK_M], tl.int32)  # 1 where a row sees a key
     for phase in tl.static_range(3):
         begin, end = span_phase(span, phase)
         # Only windows and segments have a left edge.
-        if (phase != LEFT) or (rule.back is not None) or (ranges is not None):
+        if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
             for tile in tl.range(begin, end):
-                output, value_sum, row_max, row_sum, seen = _softmax_step(
-                    output, value_sum, row_max, row_sum, seen, q, k_desc, v_desc, tile, batch, kv_head, queries, rule,
-                    scale_log2, BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase),
-                    beta is not None, WEIGHTS,
+                output, row_max, row_sum = _softmax_step(
+                    output, row_max, row_sum, q, k_desc, v_desc, tile, batch, kv_head, queries, rule, scale_log2,
+                    BLOCK_N, BLOCK_D, PRECISION, phase != FULL, has_unseen_keys(rule, phase), WEIGHTS,
                 )  # fmt: skip
 
-    output = output * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    low, high = row_limits(queries, batch, rule)
+    seen = low <= high
+    output = output * (1.0 / tl.where(seen, row_sum, 1.0))[:, None]
     # A row that sees no key has lse = -inf, even with a sink; the backward detects it by that.
-    row_lse = tl.where(seen != 0, row_max + tl.log2(row_sum), float("-inf"))
+    row_lse = tl.where(seen, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse + batch_head.to(tl.int64) * rule.num_queries + queries, row_lse, mask=queries < rule.num_queries)
     if sink_strides is not None:
-        output = tl.where((seen != 0)[:, None], output, 0.0)  # the sink of a row that sees no key may be NaN
+        output = tl.where(seen[:, None], output, 0.0)  # the sink of a row that sees no key may be NaN
     if softmax_out is not None:
         store_tile(softmax_out, softmax_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
     if alpha is not None:
         output *= load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[:, None]
     if beta is not None:
-        prefix: tl.constexpr = (rule.back is None) and (ranges is None)
-        value_sum += sum_full_tiles(
+        prefix: tl.constexpr = (rule.back is None) and (rule.limits is None)
+        of_full = sum_full_tiles(
             sums, span, batch, kv_head, num_kv_heads, tl.cdiv(rule.num_keys, BLOCK_N), HEAD_DIM, BLOCK_D, prefix
         )[None, :]
+        # The masked tiles are read again: in the loop above, their sums would need the registers of a second output.
+        value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + of_full
+        for phase in tl.static_range(1, 3):
+            begin, end = span_phase(span, phase)
+            if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
+                for tile in tl.range(begin, end, num_stages=1):
+                    value_sum = _sum_masked_tile(
+                        value_sum, v_desc, tile, batch, kv_head, queries, rule, BLOCK_N, BLOCK_D, PRECISION,
+                        has_unseen_keys(rule, phase),
+                    )  # fmt: skip
         output += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
     # Its alpha, beta and gate may hold anything, and 0 times NaN is NaN.
-    output = tl.where((seen != 0)[:, None], output, 0.0)
+    output = tl.where(seen[:, None], output, 0.0)
     store_tile(out, out_strides, batch, head, queries, rule.num_queries, output, HEAD_DIM, BLOCK_D)
 
 
@@ -182,14 +191,11 @@ class FlashForward:
         batch, heads, num_queries, dim = query.shape
         self.keeps_core, self.device, self.new_out = keeps_core, query.get_device(), like(query)
         self.state = Workspace(flash_state(call, sizes), query.device)
-        rule = make_rule(call.visibility, Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+        rule = flash_rule(call, self.state)
         # With beta, the sums of v in masked tiles need the registers that a wider tile would use.
         config = size_of("causal" if beta is None and is_causal_only(rule) else "forward", call, sizes)
-        ranges = RangeArrays(call, rule, NUM_TENSORS + len(self.state.arrays))
-        of_queries = ranges.add(config, "query")
-        self.workspace = Workspace(ranges.arrays, query.device)
-        table = Slot(NUM_TENSORS + 1) if beta is not None else None
-        launches = list(ranges.launches)
+        table = Slot(NUM_TENSORS + self.state.index("table")) if beta is not None else None
+        launches = limit_launches(rule, batch)
         if table is not None:
             launches += value_sums.sum_launches(
                 value.shape, value.stride(), Slot(VALUE), table, block=config.block_n,
@@ -206,7 +212,7 @@ class FlashForward:
                 None if alpha is None else Slot(ALPHA), None if alpha is None else alpha.stride(),
                 None if beta is None else Slot(BETA), None if beta is None else beta.stride(),
                 None if sink is None else Slot(SINK), call.rows.sink_strides,
-                table, of_queries,
+                table,
                 Slot(OUT), out_strides, Slot(CORE) if keeps_core else None, out_strides if keeps_core else None,
                 Slot(NUM_TENSORS), rule, call.softmax_scale * LOG2E.value, heads, key.shape[1], programs,
                 query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
@@ -214,25 +220,31 @@ class FlashForward:
             ),
             **config.options,
         ))  # fmt: skip
-        self.launches = LaunchSet({"forward": launches}, self.state, self.workspace)
+        self.launches = LaunchSet({"forward": launches}, self.state)
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
         out = self.new_out()
         core = self.new_out() if self.keeps_core else None
         state = self.state.new()
-        values = self.launches.values((*inputs, out, core), state, self.workspace.new())
+        values = self.launches.values((*inputs, out, core), state)
         self.launches.run("forward", values, self.device)
         return out, core, None, state
 
 
 def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The state saved for the backward: lse [B, H, T], and the table of the sums of v over the tiles."""
+    """The state saved for the backward: lse [B, H, T], the table of the sums of v over the tiles, and the limits."""
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"lse": (call.query.shape[:3], torch.float32)}
     if call.rows.beta is not None:
         block = size_of("forward", call, sizes).block_n
         arrays["table"] = (value_sums.table_shape(call.value.shape, block), torch.float32)
-    return arrays
+    return arrays | limit_arrays(call.visibility)
+
+
+def flash_rule(call: CallSpec, state: Workspace) -> Rule:
+    """The rule of a call whose state follows its tensors."""
+    tensors = (Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+    return make_rule(call.visibility, tensors, lambda name: Slot(NUM_TENSORS + state.index(name)))
 
 
 def size_of(kernel: str, call: CallSpec, sizes: dict[str, Config] | None) -> Config:

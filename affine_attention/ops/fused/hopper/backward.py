@@ -1,4 +1,4 @@
-"""The backward of plain causal calls on Hopper: dQ, dK and dV in one Gluon kernel, after the row gradients.
+"""The backward on Hopper: dQ, dK and dV in one Gluon kernel, after the row gradients.
 
 The kernel runs five MMAs per tile and adds the beta term to dV. dQ is accumulated in fp32 in global memory, in no fixed
 order, and converted at the end. If O was not saved in addition to the output, rows in which O is lost to cancellation
@@ -21,9 +21,11 @@ from ..shared import value_sums
 from ..shared.allocation import Allocate, contiguous, like
 from ..shared.descriptors import tile_descriptor
 from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
+from ..shared.limits import key_ranges
 from ..shared.prologue import prologue_kernel
+from ..shared.rule import make_rule
 from ..shared.side_stream import START_CYCLES, SideStream
-from ..shared.tile_functions import LOG2E
+from ..shared.tile_functions import LOG2E, Rule
 from ..shared.tile_sizes import Config
 from ..shared.value_sums import block_of, padded, warps_of
 from ..shared.workspace import Arrays, Workspace
@@ -39,8 +41,8 @@ NARROW, WIDE = Config(128, 128, 8, 3), Config(64, 128, 8, 3)
 # Elements of a tile per thread in the prologue; with a gate, more than ELEMENTS would spill registers.
 ELEMENTS, ELEMENTS_WITHOUT_GATE = 32, 64
 # The tensors of a call, in the order of the slots; the arrays of the state and the workspace follow.
-(GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, LSE, DQ, DK, DV, DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS,
- NUM_TENSORS) = range(19)  # fmt: skip
+(GRAD, CORE, QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, LSE, DQ, DK, DV,
+ DALPHA, DBETA, DGATE, GRAD_CORE, SINK_PARTS, NUM_TENSORS) = range(22)  # fmt: skip
 # The slots of a call with a projection, from the last one on.
 HIDDEN, WEIGHT, TOKEN_MASK, DHIDDEN, DWEIGHT, DSUMS, NUM_PROJECTED = range(NUM_TENSORS, NUM_TENSORS + 7)
 
@@ -65,7 +67,7 @@ def num_sms(device: torch.device) -> int:
 
 
 class HopperBackward:
-    """The gradients of query, key, value, alpha, beta, sink and gate, for causal calls with one signature.
+    """The gradients of query, key, value, alpha, beta, sink and gate, for calls with one signature.
 
     Args:
         call: the first call with a signature; all its calls have the same shapes, strides and dtypes.
@@ -74,6 +76,7 @@ class HopperBackward:
         shift: lse already includes log(alpha) (B7).
         halves: dQ is accumulated for one half of the heads at a time, to halve the memory of the sums.
         wants_sink: the gradient of the sink is needed.
+        lse_in_log2: the state is that of the flash forward, which has lse in log2.
         projection: the state holds alpha and beta; their gradients continue to the hidden states and W_a here.
         wants: with a projection, the needed gradients: of hidden, of W_a, and the sums of alpha.
     """
@@ -89,14 +92,17 @@ class HopperBackward:
         shift: bool,
         halves: bool,
         wants_sink: bool,
+        lse_in_log2: bool = False,
         projection: ProjectionSpec | None = None,
         wants: tuple[bool, bool, bool] = (False, False, False),
     ):
-        query, key, _, (alpha, beta, sink, gate) = call[:4]
+        query, key, value, (alpha, beta, sink, gate) = call[:4]
         sink = sink if wants_sink else None
         self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
         self.state, self.projection, self.wants = state, projection, wants
         _, heads, length, dim = query.shape
+        self.lse_in_log2 = lse_in_log2
+        self.num_rows = 4 if is_plain_causal(call) else 8
         self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
         self.blocks = -(-length // self.block)
         self.sizes = NARROW if dim <= 64 else WIDE
@@ -105,19 +111,35 @@ class HopperBackward:
         # If alpha is not negative and there is no gate, the kernel reads dOut itself.
         self.makes_grad_core = gate is not None or not (alpha is None or shift or call.nonnegative_alpha)
         self.num_sink_parts = self.blocks + (recompute.num_parts(length) if self.has_marks else 0)
-        self.workspace = Workspace(self._arrays(query, beta), query.device)
-        self.allocators = self._allocators(core, sink)
+        arrays = self._arrays(query, beta)
         num_tensors = NUM_TENSORS if projection is None else NUM_PROJECTED
+        self.rule: Rule | None = None
+        self.key_ranges: Slot | None = None
+        preparation: list[Launch] = []
+        if not is_plain_causal(call):
+            tensors = (Slot(QUERY_SEGMENTS), Slot(KEY_SEGMENTS), Slot(KEY_MASK))
+            self.rule = make_rule(call.visibility, tensors, lambda name: Slot(num_tensors + state.index(name)))
+            after = num_tensors + len(state.arrays) + len(arrays)
+            more, self.key_ranges, preparation = key_ranges(self.rule, query.shape[0], self.sizes, after)
+            arrays |= more
+        self.workspace = Workspace(arrays, query.device)
+        self.allocators = self._allocators(core, sink)
         slots = {name: Slot(num_tensors + n) for n, name in enumerate((*state.arrays, *self.workspace.arrays))}
         lse_slot, table, marks = state_slots(state, num_tensors)
+        if "sums" in arrays:
+            table = slots["sums"]
+            preparation += value_sums.sum_launches(value.shape, value.stride(), Slot(VALUE), table, scans=False)
         if projection is None:
             given = {"alpha": ALPHA, "beta": BETA, "grad_alpha": DALPHA, "grad_beta": DBETA}
             slots |= {name: Slot(at) for name, at in given.items()}
         if lse is not None:
             lse_slot = Slot(LSE)
         lse_strides = (heads * length, length, 1) if lse is None else tuple(lse.stride()[:3])
-        prologue = [self._prologue(grad_out, core, lse_slot, lse_strides, table, marks, slots, shift, sink)]
-        self.scanned = value_sums.is_scanned(self.blocks + 1, query.numel())
+        prologue = [
+            *preparation,
+            self._prologue(grad_out, core, lse_slot, lse_strides, table, marks, slots, shift, sink),
+        ]
+        self.scanned = self.rule is None and value_sums.is_scanned(self.blocks + 1, query.numel())
         if beta is not None and self.scanned:
             prologue.append(value_sums.scan_launch(self._later_shape(), slots["later"]))
         groups = {"prologue": prologue, "gradients": self._gradients(grad_out, core, slots)}
@@ -144,7 +166,7 @@ class HopperBackward:
         *inputs: Tensor | None,
         projected: tuple[Tensor | None, ...] = (),
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of query, key, value, alpha, beta, sink and gate.
+        """The gradients of query, key, value, alpha, beta, sink and gate; `inputs` are those of `inputs_of`.
 
         With a projection, `projected` are hidden, weight and token_mask, and the gradients of hidden, W_a and the sums
         of alpha follow; alpha and beta have none.
@@ -162,7 +184,7 @@ class HopperBackward:
             side_stream.join()
         else:
             self.launches.run("prologue", values, self.device)
-        self._run_gradients(values, buffer, grad_out if grad_core is None else grad_core, *inputs[:3], *grads)
+        self.launches.run("gradients", values, self.device)
         if self.projection is not None and any(self.wants):
             self.launches.run("projection", values, self.device)
         grad_sink = None if parts is None else parts.sum((0, 2)).to(inputs[5].dtype)  # type: ignore[union-attr]
@@ -187,19 +209,17 @@ class HopperBackward:
             None if sink is None else contiguous(parts, torch.float32, query.device), *projected,
         ]  # fmt: skip
 
-    def _run_gradients(self, values: list[Any], buffer: Tensor, *tensors: Tensor | None) -> None:
-        """Writes dQ, dK and dV. `tensors` are E, query, key, value and the gradients, for tests that override this."""
-        self.launches.run("gradients", values, self.device)
-
     def _arrays(self, query: TensorSpec, beta: TensorSpec | None) -> Arrays:
         batch, heads, length, _ = query.shape
         arrays: Arrays = {
-            # -lse'/softmax_scale, -delta, beta, unused; T is padded to the alignment of a descriptor.
-            "row_numbers": ((batch, heads, 4, -(-length // ROW_UNIT) * ROW_UNIT), torch.float32),
+            # -lse'/softmax_scale, -delta, beta, unused, and limits; T is padded to the alignment of a descriptor.
+            "row_numbers": ((batch, heads, self.num_rows, -(-length // ROW_UNIT) * ROW_UNIT), torch.float32),
             "dq_sums": (self._sums_shape(batch, heads, length), torch.float32),
         }
         if beta is not None:
             arrays["later"] = (self._later_shape(), torch.float32)
+            if self.lse_in_log2:  # the table of the flash forward has other blocks
+                arrays["sums"] = (value_sums.table_shape(self.call.value.shape), torch.float32)
         if self.projection is not None:
             rows = self.projection.row_arrays
             arrays |= {f"grad_{name}": rows[name] for name in ("alpha", "beta") if name in rows}
@@ -225,7 +245,7 @@ class HopperBackward:
         batch, heads, length, dim = query.shape
         programs = batch * self.groups * self.blocks
         zeroed = math.prod(self.workspace.arrays["dq_sums"][0])
-        elements = ELEMENTS_WITHOUT_GATE if gate is None else ELEMENTS
+        elements = ELEMENTS_WITHOUT_GATE if gate is None and self.rule is None else ELEMENTS
         grad_gate_strides = (0, 0, 0) if gate is None else gate.fresh_strides[:3]
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
         return Launch(
@@ -236,14 +256,15 @@ class HopperBackward:
                 slot_of(sink, SINK), slot_of(gate, GATE), Slot(GRAD_CORE) if self.makes_grad_core else None,
                 *(None if x is None else slots[name] for x, name in ((alpha, "grad_alpha"), (beta, "grad_beta"))),
                 slot_of(gate, DGATE), slot_of(sink, SINK_PARTS), None, slots.get("later"),
-                slots["row_numbers"], slots["dq_sums"],
+                slots["row_numbers"], slots["dq_sums"], self.rule,
                 *grad_out.stride()[:3], *core.stride()[:3], *lse_strides, *value.stride()[:3],
                 *strides_of(alpha), *strides_of(beta), *strides_of(gate), *grad_gate_strides,
                 length, self.blocks, max(table_length - 1, 0), heads, self.call.softmax_scale,
                 self.workspace.arrays["row_numbers"][0][-1], self.num_sink_parts, zeroed,
-                heads // self.groups, shift, True, value_sums.is_scanned(table_length, query.numel()),
-                dim, self.block, padded(dim),
-                -(-zeroed // (programs * 1024)) * 1024,
+                heads // self.groups, shift, True,
+                self.rule is None and value_sums.is_scanned(table_length, query.numel()),
+                dim, self.block, padded(dim), -(-zeroed // (programs * 1024)) * 1024, self.lse_in_log2,
+                self.rule is not None,
             ),
             num_warps=warps_of(dim, elements),
         )  # fmt: skip
@@ -255,12 +276,13 @@ class HopperBackward:
         from .backward_kernels import convert_kernel, gradients_kernel, zero_kernel
 
         query, key, value, (_, beta, _, _) = self.call[:4]
-        batch, heads, length, dim = query.shape
+        (batch, heads, length, dim), num_keys = query.shape, key.shape[2]
         sizes, repeats, scale = self.sizes, heads // self.groups, self.call.softmax_scale
         tile = gl.NVMMASharedLayout(128, 16, 4)
         row_length = self.workspace.arrays["row_numbers"][0][-1]
         rows = Descriptor(
-            (batch * heads, 4, length), (4 * row_length, row_length, 1), (1, 4, sizes.block_m),
+            (batch * heads, self.num_rows, length), (self.num_rows * row_length, row_length, 1),
+            (1, self.num_rows, sizes.block_m),
             gl.NVMMASharedLayout(0, 32, 3),
         )  # fmt: skip
         sums_shape = self.workspace.arrays["dq_sums"][0]
@@ -271,7 +293,7 @@ class HopperBackward:
             return tile_descriptor(x, length, tile, self.block_d)
 
         inner = core if self.makes_grad_core else grad_out
-        blocks, tiles, slots_in_all = -(-length // sizes.block_n), -(-length // sizes.block_m), batch * self.groups
+        blocks, tiles, slots_in_all = -(-num_keys // sizes.block_n), -(-length // sizes.block_m), batch * self.groups
         # One wave of CTAs covers all blocks of a few heads, longest first: their queries stay in L2, and the CTAs end
         # at about the same time. Twice or half as many heads were up to 7 % slower.
         section = max(1, num_sms(query.device) // blocks)
@@ -292,9 +314,10 @@ class HopperBackward:
                     Slot(slots["row_numbers"].index, rows),
                     Slot(DK, describe(fresh(key), sizes.block_n)), Slot(DV, describe(fresh(value), sizes.block_n)),
                     Slot(slots["dq_sums"].index, sums), slots.get("later"),
-                    scale, scale * LOG2E.value, length, 0 if beta is None else self.blocks, first, heads, self.groups,
+                    self.key_ranges, self.rule,
+                    scale, scale * LOG2E.value, num_keys, 0 if beta is None else self.blocks, first, heads, self.groups,
                     here, min(section, here), sizes.block_m, sizes.block_n, dim, self.block_d, self.block,
-                    sizes.num_stages, self.scanned,
+                    sizes.num_stages, self.scanned, self.rule is not None,
                 ),
                 num_warps=sizes.num_warps,
             ))  # fmt: skip
@@ -307,6 +330,12 @@ class HopperBackward:
                 num_warps=4,
             ))  # fmt: skip
         return launches
+
+
+def is_plain_causal(call: CallSpec) -> bool:
+    """Whether query i sees exactly the keys 0 to i."""
+    seen = call.visibility
+    return seen.is_causal and seen.window is None and seen.has_ranges_only and seen.offset == 0
 
 
 def fresh(x: TensorSpec) -> TensorSpec:

@@ -1,8 +1,8 @@
-"""Computes dQ, dK and dV of a causal call in one Gluon kernel on Hopper.
+"""Computes dQ, dK and dV in one Gluon kernel on Hopper.
 
-One CTA owns BLOCK_N keys of one key-value head and loops over the later tiles of BLOCK_M queries of each query head of
-its group, with five MMAs per tile. With the gradient E (including gate and sign of alpha), P' = |alpha| P and
-delta = E . O (B7):
+One CTA owns BLOCK_N keys of one key-value head and loops over the tiles of BLOCK_M queries that see some of them, for
+each query head of its group, with five MMAs per tile. With the gradient E (including gate and sign of alpha),
+P' = |alpha| P and delta = E . O (B7):
 
 S = K Q^T - lse'/softmax_scale     P' = exp2(S * scale_log2)     lse' = lse - log|alpha|
 dV += (P' + beta) E                dP = V E^T - delta            dS = P' dP
@@ -10,7 +10,10 @@ dK += dS Q                         dQ += dS^T K                  (both * softmax
 
 All tiles of scores are transposed, [keys, queries], so that P' and dS feed the MMAs of dV and dK from registers. The
 row quantities lse' and delta are the initial values of accumulators and need no registers. beta is constant along the
-keys: its term is a sum over a table for later blocks (B4), and a small MMA inside the CTA's own block.
+keys: its term is a sum over a table for tiles without a mask (B4), and a small MMA in tiles with one.
+
+In plain causal calls the tiles at the block's own positions are masked, and all later ones are not. With a rule
+(RULED: windows, segments, padding, T != S), `key_span` says which tiles are visited and which of them are masked.
 
 Warps are specialised: one loads tiles by TMA, one adds finished tiles of dQ to global memory in fp32 by TMA, eight run
 the MMAs. They synchronise through mbarriers. The order of the additions is not fixed, so deterministic calls use the
@@ -34,12 +37,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared.tile_functions import GRID_NUMBERS
+from .visible_tiles import finite_or_zero, key_span, mask_irregular, mask_outside
 
 WARPS = tl.constexpr(8)  # warps that run MMAs: two warp groups, 64 keys each
 ADDED = tl.constexpr(256)  # elements of dQ per row of its descriptor (backward.py)
 BETA_PART = tl.constexpr(32)  # queries per MMA with beta: few, so that its weights do not spill
 SUM_ROWS = tl.constexpr(16)  # rows per load of a table without prefix sums
 WORKER_REGISTERS = tl.constexpr(24)
+LOW = tl.constexpr(4)  # the rows of the first and the last visible key among the row numbers
+HIGH = tl.constexpr(5)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
@@ -78,19 +84,23 @@ def in_thread_order(tile, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def nth_tile(n, group, diagonal, span):
-    """(query head within the group, tile offset from the block's first) of step n; all masked tiles come first."""
-    masked = group * diagonal
+def nth_tile(n, group, left, full, right):
+    """(query head within the group, tile relative to the first one) of step n; all masked tiles come first.
+
+    A head has `left` masked tiles, `full` tiles without a mask, and `right` masked ones, in this order.
+    """
+    masked = group * (left + right)
     is_masked = n < masked
     rest = gl.where(is_masked, n, n - masked)
-    width = gl.where(is_masked, diagonal, gl.maximum(span - diagonal, 1))
-    return rest // width, rest % width + gl.where(is_masked, 0, diagonal)
+    width = gl.maximum(gl.where(is_masked, left + right, full), 1)
+    tile = rest % width
+    return rest // width, tile + gl.where(is_masked, gl.where(tile < left, 0, full), left)
 
 
 @gluon.jit
 def _load_tiles(
     q_desc, k_desc, v_desc, e_desc, rows_desc, q_smem, k_smem, v_smem, e_smem, rows_smem, full, empty,
-    batch, kv_head, block, num_heads, group, diagonal, span,
+    batch, kv_head, block, num_heads, group, first_tile, left, unmasked, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp loads the block's keys and values, then tiles of queries, gradients and row numbers."""
@@ -99,10 +109,10 @@ def _load_tiles(
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, block * BLOCK_N, 0], own, k_smem.index(0))
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, block * BLOCK_N, 0], own, v_smem.index(0))
     NBYTES: gl.constexpr = 2 * q_desc.block_type.nbytes + rows_desc.block_type.nbytes
-    for n in range(group * span):
-        member, offset = nth_tile(n, group, diagonal, span)
+    for n in range(group * (left + unmasked + right)):
+        member, tile = nth_tile(n, group, left, unmasked, right)
         head = kv_head * group + member
-        row = block * BLOCK_N + offset * BLOCK_M
+        row = (first_tile + tile) * BLOCK_M
         stage = n % STAGES
         mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
         ready = full.index(stage)
@@ -114,34 +124,59 @@ def _load_tiles(
 
 @gluon.jit
 def _add_query_grads(
-    dq_desc, dq_smem, dq_full, dq_empty, slot, group, diagonal, span, num_tiles, first_tile,
+    dq_desc, dq_smem, dq_full, dq_empty, slot, group, num_tiles, first_tile, left, unmasked, right,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """One warp adds each tile of dQ to global memory. `slot` is the first query head, relative to the launch."""
-    for n in range(group * span):
-        member, offset = nth_tile(n, group, diagonal, span)
+    for n in range(group * (left + unmasked + right)):
+        member, tile = nth_tile(n, group, left, unmasked, right)
         mbarrier.wait(dq_full, n & 1)
-        tile = (slot + member) * num_tiles + first_tile + offset
-        async_add(dq_desc, [tile * (BLOCK_M * BLOCK_D // ADDED), 0], dq_smem)
+        of_dq = (slot + member) * num_tiles + first_tile + tile
+        async_add(dq_desc, [of_dq * (BLOCK_M * BLOCK_D // ADDED), 0], dq_smem)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
 
 
 @gluon.jit
 def _row_numbers(rows_smem, stage, WHICH: gl.constexpr, BLOCK_M: gl.constexpr):
-    return rows_smem.index(stage).reshape([4, BLOCK_M]).slice(WHICH, 1, dim=0)
+    return rows_smem.index(stage).reshape([rows_smem.shape[2], BLOCK_M]).slice(WHICH, 1, dim=0)
+
+
+@gluon.jit
+def _masked(
+    x, first_query, first_key, batch, rule, rows_smem, stage,
+    FIRST: gl.constexpr, NUM_QUERIES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    LAYOUT: gl.constexpr, RULED: gl.constexpr,
+):  # fmt: skip
+    """A tile [keys, queries] with 0 at invisible pairs, for NUM_QUERIES queries from query FIRST of the tile on.
+
+    Without a rule, the first query of the tile counts from the first key.
+    """
+    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    queries = first_query + FIRST + gl.arange(0, NUM_QUERIES, gl.SliceLayout(0, LAYOUT))
+    if RULED:
+        # Limits from shared memory take fewer instructions and registers than positions or `rule.limits`.
+        low = _row_numbers(rows_smem, stage, LOW, BLOCK_M).slice(FIRST, NUM_QUERIES, dim=1).load(LAYOUT)
+        high = _row_numbers(rows_smem, stage, HIGH, BLOCK_M).slice(FIRST, NUM_QUERIES, dim=1).load(LAYOUT)
+        keys = first_key + keys
+        x = mask_outside(x, 0.0, low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True), keys, rule, True)
+        x = mask_irregular(x, 0.0, queries, keys, batch.to(gl.int64), rule, True)
+    else:
+        x = gl.where(queries[None, :] >= keys[:, None], x, 0.0)
+    return x
 
 
 @gluon.jit
 def _step(
-    n, total, dk, dv, scores, offset, scale_log2,
+    n, total, dk, dv, scores, first_query, first_key, batch, rule, scale_log2,
     q_smem, k_smem, v_smem, e_smem, rows_smem, ds_smem, dq_smem, full, empty, dq_full, dq_empty,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, HAS_BETA: gl.constexpr,
+    MASKED: gl.constexpr, HAS_BETA: gl.constexpr, RULED: gl.constexpr,
 ):  # fmt: skip
     """All MMAs of query tile n except its scores, which are an argument, and the scores of tile n + 1.
 
-    MMAs are issued early and waited for late, but before the registers of their operands are reused.
+    MMAs are issued early and waited for late, but before the registers of their operands are reused. `first_query` and
+    `first_key` locate a MASKED tile (`_masked`).
     """
     dtype: gl.constexpr = k_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
@@ -164,11 +199,13 @@ def _step(
 
     if MASKED and HAS_BETA:
         part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BETA_PART, 16])
-        part_keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, part_layout))
         for part in gl.static_range(BLOCK_M // BETA_PART):
-            part_queries = offset * BLOCK_M + part * BETA_PART + gl.arange(0, BETA_PART, gl.SliceLayout(0, part_layout))
             beta = _row_numbers(rows_smem, stage, 2, BLOCK_M).slice(part * BETA_PART, BETA_PART, dim=1)
-            weights = gl.where(part_queries[None, :] >= part_keys[:, None], beta.load(part_layout), 0.0).to(dtype)
+            weights = gl.zeros([BLOCK_N, BETA_PART], gl.float32, part_layout) + beta.load(part_layout)
+            weights = _masked(
+                weights, first_query, first_key, batch, rule, rows_smem, stage, part * BETA_PART, BETA_PART, BLOCK_M,
+                BLOCK_N, part_layout, RULED,
+            ).to(dtype)  # fmt: skip
             of_part = e.slice(part * BETA_PART, BETA_PART, dim=0)
             dv = warpgroup_mma(gl.convert_layout(weights, left_layout), of_part, dv)
 
@@ -176,9 +213,9 @@ def _step(
     dp = warpgroup_mma(v, e.permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2)
     if MASKED:
-        keys = gl.arange(0, BLOCK_N, gl.SliceLayout(1, score_layout))
-        queries = offset * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, score_layout))
-        p = gl.where(queries[None, :] >= keys[:, None], p, 0.0)
+        p = _masked(
+            p, first_query, first_key, batch, rule, rows_smem, stage, 0, BLOCK_M, BLOCK_M, BLOCK_N, score_layout, RULED,
+        )  # fmt: skip
     p_left = gl.convert_layout(p.to(dtype), left_layout)
     dv = warpgroup_mma(p_left, e, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -212,12 +249,26 @@ def _step(
 
 
 @gluon.jit
+def _replace_nonfinite(tile, BLOCK_D: gl.constexpr):
+    """Replaces NaN and infinity in a tile of shared memory.
+
+    Rows that see such a key or value are NaN through lse and delta; the MMAs must not propagate it to other rows.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [WARPS, 1], [1, 0])
+    finite = finite_or_zero(tile.load(layout))
+    barrier()
+    tile.store(finite)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def _multiply(
     dk_desc, dv_desc, later_sums, q_smem, k_smem, v_smem, e_smem, rows_smem, ds_smem, dq_smem,
-    full, empty, dq_full, dq_empty, batch, kv_head, block, num_kv_heads, num_sums, group, diagonal, span,
-    softmax_scale, scale_log2,
+    full, empty, dq_full, dq_empty, batch, kv_head, block, num_kv_heads, num_sums, group,
+    first_tile, left, unmasked, right, rule, softmax_scale, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr,
+    SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr, RULED: gl.constexpr,
 ):  # fmt: skip
     """Eight warps run all MMAs and write the block's dK and dV."""
     dtype: gl.constexpr = k_smem.dtype
@@ -228,32 +279,49 @@ def _multiply(
     v = v_smem.index(0).reshape([BLOCK_N, BLOCK_D])
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sum_layout)
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, sum_layout)
-    total = group * span
+    total = group * (left + unmasked + right)
 
     mbarrier.wait(full.index(STAGES), 0)
-    mbarrier.wait(full.index(0), 0)
+    if RULED:  # noqa: SIM102 (`rule` is None otherwise)
+        # Windows, segments and padding hide keys from all queries of a tile.
+        if (rule.back is not None) or (rule.limits is not None):
+            _replace_nonfinite(k, BLOCK_D)
+            _replace_nonfinite(v, BLOCK_D)
+    # A block that no query sees has no tiles; its first scores are not used.
+    mbarrier.wait(full.index(0), 0, pred=total > 0)
     scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, score_layout)
     scores += _row_numbers(rows_smem, 0, 0, BLOCK_M).load(score_layout)
     scores = warpgroup_mma(k, q_smem.index(0).reshape([BLOCK_M, BLOCK_D]).permute((1, 0)), scores)
-    for n in range(group * diagonal):
+    masked = group * (left + right)
+    for n in range(masked):
+        if RULED:
+            first_query = (first_tile + nth_tile(n, group, left, unmasked, right)[1]) * BLOCK_M
+        else:
+            first_query = n % left * BLOCK_M
         dk, dv, scores = _step(
-            n, total, dk, dv, scores, n % diagonal, scale_log2,
+            n, total, dk, dv, scores, first_query, block * BLOCK_N, batch, rule, scale_log2,
             q_smem, k_smem, v_smem, e_smem, rows_smem, ds_smem, dq_smem, full, empty, dq_full, dq_empty,
-            BLOCK_M, BLOCK_N, BLOCK_D, STAGES, True, HAS_BETA,
+            BLOCK_M, BLOCK_N, BLOCK_D, STAGES, True, HAS_BETA, RULED,
         )  # fmt: skip
-    for n in range(group * diagonal, total):
+    for n in range(masked, total):
         dk, dv, scores = _step(
-            n, total, dk, dv, scores, 0, scale_log2,
+            n, total, dk, dv, scores, 0, 0, batch, rule, scale_log2,
             q_smem, k_smem, v_smem, e_smem, rows_smem, ds_smem, dq_smem, full, empty, dq_full, dq_empty,
-            BLOCK_M, BLOCK_N, BLOCK_D, STAGES, False, HAS_BETA,
+            BLOCK_M, BLOCK_N, BLOCK_D, STAGES, False, HAS_BETA, RULED,
         )  # fmt: skip
     if HAS_BETA:
         # The table is in reverse order: its first rows belong to the last query blocks.
-        num_later = gl.maximum(num_sums - (block + 1) * (BLOCK_N // SUM_BLOCK), 0)
+        if RULED:
+            first_full = (first_tile + left) * (BLOCK_M // SUM_BLOCK)
+            first_row = gl.maximum(num_sums - first_full - unmasked * (BLOCK_M // SUM_BLOCK), 0) + 1
+            last_row = num_sums - first_full
+        else:
+            first_row = 1
+            last_row = gl.maximum(num_sums - (block + 1) * (BLOCK_N // SUM_BLOCK), 0)
         table = later_sums + (batch * num_kv_heads + kv_head).to(gl.int64) * (num_sums + 1) * HEAD_DIM
         if SCANNED:
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, sum_layout))
-            later = gl.load(table + num_later * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
+            later = gl.load(table + last_row * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
         else:
             row_layout: gl.constexpr = gl.BlockedLayout(
                 [1, 4], [32 // (BLOCK_D // 4), BLOCK_D // 4], [WARPS, 1], [1, 0]
@@ -261,8 +329,8 @@ def _multiply(
             rows = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, row_layout))
             columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, row_layout))
             sums = gl.zeros([SUM_ROWS, BLOCK_D], gl.float32, row_layout)
-            for first in range(1, num_later + 1, SUM_ROWS):
-                inside = (first + rows <= num_later)[:, None] & (columns < HEAD_DIM)[None, :]
+            for first in range(first_row, last_row + 1, SUM_ROWS):
+                inside = (first + rows <= last_row)[:, None] & (columns < HEAD_DIM)[None, :]
                 at = (first + rows)[:, None] * HEAD_DIM + columns[None, :]
                 sums += gl.load(table + at, mask=inside, other=0.0)
             later = gl.convert_layout(gl.sum(sums, 0), gl.SliceLayout(0, sum_layout))
@@ -279,15 +347,17 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=[*GRID_NUMBERS, "first_slot", "num_sums"])
 def gradients_kernel(
-    q_desc, k_desc, v_desc, e_desc, rows_desc, dk_desc, dv_desc, dq_desc, later_sums,
+    q_desc, k_desc, v_desc, e_desc, rows_desc, dk_desc, dv_desc, dq_desc, later_sums, ranges, rule,
     softmax_scale, scale_log2, length, num_sums, first_slot, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-    SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr,
+    SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr, RULED: gl.constexpr,
 ):  # fmt: skip
     """One CTA owns BLOCK_N keys of one key-value head; writes dK and dV, adds to dQ.
 
     A launch processes `num_programs` key-value heads of the batch, starting at `first_slot`. rows_desc: [B * H, 4, T]
     in fp32, -lse'/softmax_scale, -delta, beta, unused. dq_desc: the launch's query heads, tiles in thread order.
+    `length` is the number of keys. RULED: there is a `rule`, with segments or padding there are `ranges` of tiles, and
+    rows_desc is [B * H, 8, T] with the bits of the first and the last visible key in rows LOW and HIGH.
     """
     num_blocks = gl.cdiv(length, BLOCK_N)
     program = gl.program_id(0)
@@ -300,17 +370,27 @@ def gradients_kernel(
     batch = slot // num_kv_heads
     kv_head = slot % num_kv_heads
     group = num_heads // num_kv_heads
-    num_tiles = gl.cdiv(length, BLOCK_M)
-    first_tile = block * (BLOCK_N // BLOCK_M)
-    span = num_tiles - first_tile
-    diagonal = gl.minimum(BLOCK_N // BLOCK_M, span)
+    if RULED:
+        num_tiles = gl.cdiv(rule.num_queries, BLOCK_M)
+        span = key_span(block, num_blocks, batch.to(gl.int64), rule, ranges, BLOCK_M, BLOCK_N)
+        first_tile = span[0]
+        left = span[1] - span[0]
+        unmasked = span[2] - span[1]
+        right = span[3] - span[2]
+    else:
+        num_tiles = gl.cdiv(length, BLOCK_M)
+        first_tile = block * (BLOCK_N // BLOCK_M)
+        left = gl.minimum(BLOCK_N // BLOCK_M, num_tiles - first_tile)
+        unmasked = num_tiles - first_tile - left
+        right = 0
 
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     e_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], e_desc.layout)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 4, BLOCK_M], rows_desc.layout)
+    NUM_ROWS: gl.constexpr = 8 if RULED else 4
+    rows_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, NUM_ROWS, BLOCK_M], rows_desc.layout)
     ds_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M * BLOCK_D // ADDED, ADDED], dq_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -328,16 +408,18 @@ def gradients_kernel(
         [
             (_multiply, (
                 dk_desc, dv_desc, later_sums, q_smem, k_smem, v_smem, e_smem, rows_smem, ds_smem, dq_smem,
-                full, empty, dq_full, dq_empty, batch, kv_head, block, num_kv_heads, num_sums, group, diagonal, span,
-                softmax_scale, scale_log2, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, SUM_BLOCK, STAGES, SCANNED,
+                full, empty, dq_full, dq_empty, batch, kv_head, block, num_kv_heads, num_sums, group,
+                first_tile, left, unmasked, right, rule, softmax_scale, scale_log2,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, SUM_BLOCK, STAGES, SCANNED, RULED,
             )),
             (_load_tiles, (
                 q_desc, k_desc, v_desc, e_desc, rows_desc, q_smem, k_smem, v_smem, e_smem, rows_smem,
-                full, empty, batch, kv_head, block, num_heads, group, diagonal, span, BLOCK_M, BLOCK_N, STAGES,
+                full, empty, batch, kv_head, block, num_heads, group, first_tile, left, unmasked, right,
+                BLOCK_M, BLOCK_N, STAGES,
             )),
             (_add_query_grads, (
-                dq_desc, dq_smem, dq_full, dq_empty, (slot - first_slot) * group, group, diagonal, span,
-                num_tiles, first_tile, BLOCK_M, BLOCK_D,
+                dq_desc, dq_smem, dq_full, dq_empty, (slot - first_slot) * group, group, num_tiles,
+                first_tile, left, unmasked, right, BLOCK_M, BLOCK_D,
             )),
         ],
         [1, 1],

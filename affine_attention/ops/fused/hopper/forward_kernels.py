@@ -67,7 +67,9 @@ def causal_kernel(
     set to 1 for the rows of out in which O is lost to cancellation. SUMS_HERE: the values are summed in the loop, by an
     MMA with ones, and the sums of the block's own values are written to the table. fp32 sums.
     """
-    block, batch_head = scheduled_block(tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True)
+    block, batch_head = scheduled_block(
+        tl.program_id(0), tl.cdiv(length, BLOCK_M), num_programs, section, LONGEST_LAST=True
+    )
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     kv_head = head // (num_heads // num_kv_heads)

@@ -1,7 +1,7 @@
 """Triton functions on tiles: which tiles a program visits, which pairs are visible, loads and stores, softmax state.
 
-A program that owns queries loops over tiles of keys, one that owns keys loops over tiles of queries; `tile_span` and
-`visible_pairs` are used for both.
+A program that owns queries loops over tiles of keys, one that owns keys loops over tiles of queries: `query_span` and
+`key_span` say which. `mask_pairs` is used for both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SIGMOID = tl.constexpr(2)
 class Rule(NamedTuple):
     """The visibility of a call as kernel arguments; a field that is None is compiled away.
 
-    Query i has position i + num_keys - num_queries and sees the keys position - back .. position + ahead.
+    Query i has position i + num_keys - num_queries and sees the keys position - back .. position + ahead, those of them
+    that have its segment and are not masked. `limits` are the first and the last key that it sees (limits.py). In a
+    sequence that is not `irregular` it sees all keys between them.
     """
 
     num_queries: Any
@@ -35,12 +37,13 @@ class Rule(NamedTuple):
     query_segments: Any  # [B, T], or None
     key_segments: Any  # [B, S], or None
     key_mask: Any  # [B, S] int8, or None
+    limits: Any  # [B, 2, T] int32, or None: no segments and no mask
+    irregular: Any  # [B] int32: 1 if a query may see only some keys between its limits; None with `limits`
 
 
 @triton.jit
-def scheduled_block(num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
-    """(block, head) of this program: heads in sections whose loop operands fit the L2 cache, longest blocks first."""
-    program = tl.program_id(0)
+def scheduled_block(program, num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
+    """(block, head) of a program: heads in sections whose loop operands fit the L2 cache, longest blocks first."""
     first_head = program // (num_blocks * section) * section
     rest = program % (num_blocks * section)
     heads_here = tl.minimum(section, num_heads - first_head)
@@ -51,12 +54,19 @@ def scheduled_block(num_blocks, num_heads, section, LONGEST_LAST: tl.constexpr):
 
 
 @triton.jit
-def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, MASK_TAIL: tl.constexpr):
-    """Tiles [start, stop) for the owned rows first..last, and the run [full_start, full_stop) that needs no mask.
+def one_run(start, full_start, full_stop, stop):
+    """The tiles [start, stop) and, among them, [full_start, full_stop) that need no mask, in order."""
+    stop = tl.maximum(stop, start)
+    full_start = tl.minimum(tl.maximum(full_start, start), stop)
+    full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
+    return start, full_start, full_stop, stop
 
-    The owned row at p sees the rows p - before .. p + after of the `length` rows that are looped over. `ranges` points
-    to the four bounds that ranges.py computes from segments and padding. MASK_TAIL: rows beyond `length` in the last
-    tile are masked.
+
+@triton.jit
+def _positions_span(first, last, before, after, length, BLOCK: tl.constexpr, MASK_TAIL: tl.constexpr):
+    """The span of owned rows at positions first..last: the row at p sees p - before .. p + after of `length` rows.
+
+    MASK_TAIL: rows beyond `length` in the last tile are masked.
     """
     start = 0
     full_start = 0
@@ -70,15 +80,54 @@ def tile_span(first, last, before, after, length, ranges, BLOCK: tl.constexpr, M
     if after is not None:
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(last + after + 1, 0), BLOCK))
         full_stop = tl.minimum(full_stop, tl.maximum(first + after + 1, 0) // BLOCK)
-    if ranges is not None:
-        start = tl.maximum(start, tl.load(ranges))
-        full_start = tl.maximum(full_start, tl.load(ranges + 1))
-        full_stop = tl.minimum(full_stop, tl.load(ranges + 2))
-        stop = tl.minimum(stop, tl.load(ranges + 3))
-    stop = tl.maximum(stop, start)
-    full_start = tl.minimum(tl.maximum(full_start, start), stop)
-    full_stop = tl.maximum(tl.minimum(full_stop, stop), full_start)
-    return start, full_start, full_stop, stop
+    return one_run(start, full_start, full_stop, stop)
+
+
+@triton.jit
+def query_positions_span(block, rule, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`query_span` of a call without segments and padding."""
+    first = block * BLOCK_M + rule.num_keys - rule.num_queries
+    last = tl.minimum(first + BLOCK_M, rule.num_keys) - 1
+    return _positions_span(first, last, rule.back, rule.ahead, rule.num_keys, BLOCK_N, MASK_TAIL=True)
+
+
+@triton.jit
+def stored_span(ranges, block, num_blocks, batch):
+    """The span of a block from an array [B, num_blocks, 4] of limits.py."""
+    at = ranges + (batch * num_blocks + block) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def query_span(block, queries, batch, rule, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles of BLOCK_N keys that a block of BLOCK_M queries visits; `queries` are their indices."""
+    if rule.limits is None:
+        span = query_positions_span(block, rule, BLOCK_M, BLOCK_N)
+    else:
+        inside = queries < rule.num_queries
+        at = rule.limits + batch * 2 * rule.num_queries + queries
+        low = tl.load(at, mask=inside, other=rule.num_keys)
+        high = tl.load(at + rule.num_queries, mask=inside, other=-1)
+        # A query beyond the end is never stored, so it does not prevent a tile from being full.
+        full_start = tl.cdiv(tl.max(tl.where(inside, low, 0), 0), BLOCK_N)
+        full_stop = (tl.min(tl.where(inside, high, rule.num_keys - 1), 0) + 1) // BLOCK_N
+        full_stop = tl.where(tl.load(rule.irregular + batch) == 0, full_stop, 0)
+        start = tl.min(low, 0) // BLOCK_N
+        span = one_run(start, full_start, full_stop, tl.cdiv(tl.max(high, 0) + 1, BLOCK_N))
+    return span
+
+
+@triton.jit
+def key_span(block, num_blocks, batch, rule, ranges, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tiles of BLOCK_M queries that a block of BLOCK_N keys visits. `ranges` come from `key_ranges_kernel`."""
+    if rule.limits is None:
+        # A key at j is seen by the queries at positions j - ahead .. j + back.
+        first = block * BLOCK_N - (rule.num_keys - rule.num_queries)
+        last = tl.minimum(first + BLOCK_N, rule.num_queries) - 1
+        span = _positions_span(first, last, rule.ahead, rule.back, rule.num_queries, BLOCK_M, MASK_TAIL=False)
+    else:
+        span = stored_span(ranges, block, num_blocks, batch)
+    return span
 
 
 @triton.jit
@@ -93,28 +142,86 @@ def span_phase(span, phase: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(queries, keys, batch, rule):
-    """The boolean tile of visible pairs; `queries` and `keys` are indices that broadcast, in either orientation."""
-    # Compute the limits per row first, so that each pair needs one comparison per limit.
-    position = queries + (rule.num_keys - rule.num_queries)
-    highest = position * 0 + (rule.num_keys - 1)
-    if rule.ahead is not None:
-        highest = tl.minimum(highest, position + rule.ahead)
-    visible = keys <= highest
-    if rule.back is not None:
-        visible = visible & (keys >= position - rule.back)
-    if rule.query_segments is not None:
-        of_query = rule.query_segments + batch * rule.num_queries + queries
-        of_key = rule.key_segments + batch * rule.num_keys + keys
+def mask_pairs(x, other, queries, keys, batch, rule, KEYS_FIRST: tl.constexpr = False):
+    """A tile of pairs with `other` at those that are not visible, whatever they contain.
+
+    The tile is [queries, keys], or with KEYS_FIRST [keys, queries]. The branch returns the tile and not a mask, which
+    would need registers of its own.
+    """
+    low, high = row_limits(queries, batch, rule)
+    x = mask_outside(x, other, _along_keys(low, KEYS_FIRST), _along_keys(high, KEYS_FIRST), keys, rule, KEYS_FIRST)
+    return mask_irregular(x, other, queries, keys, batch, rule, KEYS_FIRST)
+
+
+@triton.jit
+def row_limits(queries, batch, rule):
+    """The first and the last key that each query sees. It sees no key if the first one is behind the last one."""
+    if rule.limits is None:
+        position = queries + (rule.num_keys - rule.num_queries)
+        low = position * 0
+        high = position * 0 + (rule.num_keys - 1)
+        if rule.back is not None:
+            low = tl.maximum(low, position - rule.back)
+        if rule.ahead is not None:
+            high = tl.minimum(high, position + rule.ahead)
+    else:
         inside = queries < rule.num_queries
-        query_segment = tl.load(of_query, mask=inside, other=0)
-        key_segment = tl.load(of_key, mask=keys < rule.num_keys, other=0)
-        # Rows beyond the end load segment 0 and must not match a key with that segment.
-        visible = visible & inside & (query_segment == key_segment)
+        at = rule.limits + batch * 2 * rule.num_queries + queries
+        low = tl.load(at, mask=inside, other=rule.num_keys)
+        high = tl.load(at + rule.num_queries, mask=inside, other=-1)
+    return low, high
+
+
+@triton.jit
+def mask_outside(x, other, low, high, keys, rule, KEYS_FIRST: tl.constexpr):
+    """`mask_pairs` by limits that broadcast along the keys."""
+    keys = _along_queries(keys, KEYS_FIRST)
+    visible = keys <= high
+    if (rule.back is not None) or (rule.limits is not None):
+        visible = visible & (keys >= low)
+    return tl.where(visible, x, other)
+
+
+@triton.jit
+def mask_irregular(x, other, queries, keys, batch, rule, KEYS_FIRST: tl.constexpr):
+    """`mask_segments` of an irregular sequence; no effect on other sequences."""
+    if rule.irregular is not None:  # noqa: SIM102 (one condition is compiled away, the other is not)
+        if tl.load(rule.irregular + batch) != 0:
+            x = mask_segments(x, other, queries, keys, batch, rule, KEYS_FIRST)
+    return x
+
+
+@triton.jit
+def mask_segments(x, other, queries, keys, batch, rule, KEYS_FIRST: tl.constexpr):
+    """A tile of pairs with `other` where the key has another segment than its query or is masked."""
+    in_keys = keys < rule.num_keys
+    if rule.query_segments is not None:
+        of_queries = rule.query_segments + batch * rule.num_queries + queries
+        of_queries = tl.load(of_queries, mask=queries < rule.num_queries, other=0)
+        of_keys = tl.load(rule.key_segments + batch * rule.num_keys + keys, mask=in_keys, other=0)
+        x = tl.where(_along_queries(of_keys, KEYS_FIRST) == _along_keys(of_queries, KEYS_FIRST), x, other)
     if rule.key_mask is not None:
-        unmasked = tl.load(rule.key_mask + batch * rule.num_keys + keys, mask=keys < rule.num_keys, other=0)
-        visible = visible & (unmasked != 0)
-    return visible
+        unmasked = tl.load(rule.key_mask + batch * rule.num_keys + keys, mask=in_keys, other=0)
+        x = tl.where(_along_queries(unmasked, KEYS_FIRST) != 0, x, other)
+    return x
+
+
+@triton.jit
+def _along_keys(x, KEYS_FIRST: tl.constexpr):
+    """Numbers of queries, in the shape that broadcasts along the keys of a tile."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def _along_queries(x, KEYS_FIRST: tl.constexpr):
+    """Numbers of keys, in the shape that broadcasts along the queries of a tile."""
+    if KEYS_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
 
 
 @triton.jit

@@ -246,6 +246,7 @@ def test_kernels_compile(capability):
     }
     constants = {"HEADS": 2, "SHIFT": True, "CAUSAL": True, "HEAD_DIM": 128, "BLOCK": 16, "BLOCK_D": 128}
     constants |= {"EARLY": capability >= 90, "SCANNED": False, "ZERO_CHUNK": 2048}
+    constants |= {"rule": None, "RULED": False, "LSE_IN_LOG2": False}
     for kernel in (
         value_sums.block_sums_kernel, value_sums.scan_kernel, kernels.epilogue_kernel, prologue.prologue_kernel,
         kernels.add_later_kernel,

@@ -353,7 +353,7 @@ def test_registration(names: str) -> None:
     inputs = make_inputs(shape, names, torch.float32)
     tensors = [inputs[name] for name in NAMES]
     mask = torch.ones(1, 33, dtype=torch.bool, device=DEVICE)
-    rest = (None, None, mask if not names else None, True, 5 if not names else None, 0.3, False)
+    rest = (None, None, mask if not names else None, True, 5 if not names else None, 0.3, False, "softmax")
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.affine_attention.forward.default, (*tensors, *rest, True), test_utils=utils)
     out, core, lse, state = torch.ops.affine_attention.forward(*tensors, *rest, True)
@@ -386,11 +386,29 @@ def test_compiles_without_a_graph_break(case: str, window: int | None) -> None:
         assert torch.equal(x, eager[name]), name
 
 
+@pytest.mark.parametrize("weights", ["softmax", "signed", "sigmoid"])
+def test_a_graph_takes_one_tensor_as_several_arguments(weights: str) -> None:
+    """Packed documents have one tensor of ids; a compiler refuses an autograd function that gets one tensor twice."""
+    x = make_inputs((1, 2, 2, 33, 33, 16), "", torch.float32)["query"]
+    ids = torch.arange(33, device=DEVICE)[None] // 9
+
+    def packed(x, row):
+        return attention(x, x, x, alpha=row, beta=row, gate=x, segment_ids=ids, is_causal=True, weights=weights)
+
+    results = []
+    for function in (torch.compile(packed, fullgraph=True, backend="aot_eager"), packed):
+        leaves = [x.clone().requires_grad_(), x[..., 0].clone().requires_grad_()]
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_is_saved_without_gradients() -> None:
     shape, _, _ = CASES["sink"]
     inputs = make_inputs(shape, "ab", torch.float32)
     _, *kept = torch.ops.affine_attention.forward(
-        *(inputs[name] for name in NAMES), None, None, None, True, None, 0.3, False, False
+        *(inputs[name] for name in NAMES), None, None, None, True, None, 0.3, False, "softmax", False
     )
     assert all(x.numel() == 0 for x in kept)
 

@@ -121,6 +121,60 @@ def test_nonfinite_padding_and_empty_rows_have_no_effect(name):
         assert torch.equal(found[each], clean[each]), each
 
 
+def with_graphs(function):
+    """The function compiled in one graph, and the operators of ours that its forward and backward graphs hold."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    held = []
+
+    def keep(graph, inputs):
+        held.append([str(n.target) for n in graph.graph.nodes if str(n.target).startswith("affine_attention")])
+        return make_boxed_func(graph.forward)
+
+    return torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)), held
+
+
+@needs_triton
+@names
+@pytest.mark.parametrize("visibility", ["causal", "causal+window", "causal+segments", "causal+padding"])
+def test_a_compiled_graph_holds_one_operator_each_for_forward_and_backward(name, visibility):
+    tensors, visible, grad_out = inputs_of(visibility, queries=40, keys=40, batch=2, heads=2, groups=1)
+    compiled, held = with_graphs(lambda **given: attention(**given, weights=name))
+    eager = run(tensors, visible, grad_out, weights=name, impl="fused")
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+    out = compiled(**leaves, **visible)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad_out)
+    assert held == [["affine_attention.forward.default"], ["affine_attention.backward.default"]]
+    for each, found in {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}.items():
+        assert torch.equal(found, eager[each]), each
+
+
+@needs_triton
+@names
+def test_a_compiled_graph_without_gradients_and_with_any_scale(name):
+    tensors, visible, _ = inputs_of("causal+window", queries=40, keys=40, batch=1, heads=2, groups=1)
+    for scale in (-0.4, 0.0, 0.3):
+        compiled, held = with_graphs(lambda s=scale, **given: attention(**given, weights=name, softmax_scale=s))
+        expected = attention(**tensors, **visible, weights=name, softmax_scale=scale, impl="fused")
+        assert torch.equal(compiled(**tensors, **visible), expected)
+        assert held == [["affine_attention.forward.default"]]
+
+
+@needs_triton
+@names
+def test_registration(name):
+    tensors, _, _ = inputs_of("causal", queries=20, keys=20, batch=1, heads=2, groups=1)
+    bias = torch.zeros(1, 2, 20, device=DEVICE) if name == "sigmoid" else None
+    given = [tensors[n] for n in ("query", "key", "value", "alpha", "beta")]
+    arguments = (*given, bias, tensors["gate"], None, None, None, True, None, 0.3, False, name)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.affine_attention.forward.default, (*arguments, True), test_utils=utils)
+    out, core, lse, state = torch.ops.affine_attention.forward(*arguments, True)
+    backward = (torch.ones_like(out), core, lse, state, *arguments, False)
+    torch.library.opcheck(torch.ops.affine_attention.backward.default, backward, test_utils=utils)
+
+
 @needs_triton
 @names
 def test_explain_says_which_kernels(name):

@@ -1,4 +1,4 @@
-"""The Hopper backward on a GPU; in the interpreter, which lacks Gluon, everything but its kernel (routes.py)."""
+"""The Hopper backward on a GPU, or in the interpreter with its Gluon kernel simulated (routes.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ..cudnn.test_cudnn import (
     AFFINE,
     ALL,
     DEVICE,
-    DTYPES,
     INTERPRETED,
     assert_right,
     make,
@@ -31,6 +30,7 @@ from ..cudnn.test_cudnn import (
 )
 from ..routes import by_route, make_route, reference
 
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]  # those of the kernels
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="needs a GPU")
 # A small call saves O in addition to its output; a large call recomputes it where it is lost to cancellation.
 small, large = by_route("hopper", "hopper"), by_route("hopper", "hopper", large=True)
@@ -60,7 +60,7 @@ NAMES_OF_WAYS = ["small", "large", "after cuDNN"]
 def test_matches_the_reference(shape, names, dtype, nonnegative_alpha, way):
     if nonnegative_alpha and "alpha" not in names:
         pytest.skip("nonnegative_alpha without alpha")
-    if INTERPRETED and way is not large and (dtype == torch.float16 or shape[3] > 250):
+    if INTERPRETED and way is not large and shape[3] > 250:
         pytest.skip("slow in the interpreter")
     inputs, grad = make(*shape, names, dtype, nonnegative_alpha)
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
@@ -158,7 +158,7 @@ def test_small_alphas_keep_their_gradients(scale, way):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_sharp_attention_keeps_its_gradients(dim, dtype):
     """If one key has nearly all the weight, E . v and E . O nearly cancel, and an error in E . O would be visible."""
