@@ -175,7 +175,7 @@ class HopperBackward:
         new = [None if allocate is None else allocate() for allocate in self.allocators]
         buffer = self.workspace.new()
         values = self.launches.values((grad_out, core, *inputs, lse, *new[:8], *projected, *new[8:]), state, buffer)
-        *grads, grad_alpha, grad_beta, grad_gate, grad_core, parts = new[:8]
+        *grads, grad_alpha, grad_beta, grad_gate, _, parts = new[:8]
         if self.has_marks:
             side_stream = SideStream(grad_out.device)
             self.launches.run("recompute", values, self.device)

@@ -56,7 +56,7 @@ def local_memory(cubin: bytes) -> int:
 
 
 def spills_in_mma_loops(cubin: bytes) -> tuple[int, int]:
-    """Accesses to spilled registers in the innermost loops that contain MMAs: (most in a loop without loads, in others).
+    """Accesses to spilled registers in the innermost loops with MMAs: (most in a loop without loads, in another one).
 
     In loops that load limits or segments, which are those over masked tiles, a few do not matter.
     """
