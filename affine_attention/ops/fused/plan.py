@@ -33,6 +33,8 @@ HALF, SERVED = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, 
 LARGE = 2**25
 # Elements of query from which cuDNN's forward is faster than ours at head dims above 64.
 CUDNN_FORWARD = 2**23
+# Whether large calls keep O in addition to their output too, for models in which many rows have a small alpha.
+KEEPS_O = os.environ.get("AFFINE_KEEP_O") == "1"
 # Whether calls with windows, segments, padding or T != S take the Gluon kernels on Hopper.
 RANGES_ON_HOPPER = os.environ.get("AFFINE_HOPPER_RANGES") == "1"
 
@@ -192,11 +194,13 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     has_rows = alpha is not None or beta is not None or gate is not None
     saves = "nothing"
     if needs_gradient:
-        drops_core = backward == "hopper" and gate is None and call.query.numel() >= LARGE
+        drops_core = backward == "hopper" and gate is None and call.query.numel() >= LARGE and not KEEPS_O
         saves = "softmax output" if has_rows and not drops_core else "output"
     # B8 needs lse without log(alpha), and so does a backward that must handle a negative alpha.
     shift = needs_gradient and alpha is not None and gate is None and call.nonnegative_alpha
     shift = shift and saves == "softmax output"
+    if has_rows and needs_gradient and saves == "output":
+        told += "; O is recomputed for rows that lose it to cancellation (AFFINE_KEEP_O=1 keeps it)"
     kind = "causal" if call.visibility.is_causal else "full"
     return Route(forward, backward, saves, f"plain {kind} attention: the fastest measured{told}", shift)
 

@@ -175,6 +175,15 @@ def test_which_kernels_a_call_uses(on_hopper, changes, forward, backward, saves)
     assert (without.forward, without.backward) == (forward, None)
 
 
+def test_large_calls_keep_o_where_the_user_asks_for_it(on_hopper, monkeypatch):
+    large = call_like(heads=256)
+    assert "AFFINE_KEEP_O=1" in planning.choose_route(large, needs_gradient=True).reason
+    monkeypatch.setattr(planning, "KEEPS_O", True)
+    route = planning.choose_route(large, needs_gradient=True)
+    assert route.saves == "softmax output"
+    assert "AFFINE_KEEP_O" not in route.reason
+
+
 def test_the_route_gives_the_reason_against_the_hopper_backward(on_hopper, monkeypatch):
     monkeypatch.setattr(hopper_backward, "why_not_here", lambda: "needs Triton 3.6, got 4.0")
     route = planning.choose_route(call_like(), needs_gradient=True)
