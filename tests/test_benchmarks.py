@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from benchmarks import accuracy, attention, loop, readme, worst_row
+from affine_attention import attention_weights
+from benchmarks import accuracy, attention, loop, ranges, readme, worst_row
 from benchmarks.loop_calls import python_calls
 from benchmarks.loop_timing import Case, build, take_turns, wall_seconds
 from benchmarks.measure import median_seconds, peak_memory
@@ -247,3 +248,36 @@ def test_accelerate_benchmark_runs(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["accelerate", "--device", "cpu", "--rounds", "1", *sizes])
     accelerate.main()
     assert "| operator | " in capsys.readouterr().out
+
+
+def test_ranges_benchmark_writes_its_table_and_reports_wrong_routes(tmp_path, monkeypatch):
+    tiny = [
+        ranges.Case("documents", 1, 4, 2, 96, 96, 16, documents=True),
+        ranges.Case("both", 1, 4, 4, 64, 96, 16, window=20),
+    ]
+    tiny.append(ranges.Case("padded", 2, 4, 4, 64, 64, 16, padded=True, against="causal"))
+    monkeypatch.setattr(ranges, "CASES", tuple(tiny))
+    monkeypatch.setattr(ranges, "scaled_down", lambda case: case)
+    monkeypatch.setattr(ranges, "DOCUMENT", 20)
+    monkeypatch.setenv("AFFINE_RESULTS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["ranges", "--device", "cpu", "--rounds", "1"])
+    ranges.main()
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert all(str(case) in text for case in tiny)
+    assert "WRONG" not in text
+
+    def wrong(query, *given, impl, **named):
+        out = attention.attention(query, *given, impl=impl, **named)
+        return out if impl == "composed" else out * 1.1
+
+    monkeypatch.setattr(ranges, "attention", wrong)
+    ranges.main()
+    assert "WRONG by 0.1" in file.read_text()
+
+
+def test_the_dense_mask_of_the_ranges_benchmark_is_that_of_the_call():
+    case = ranges.Case("", 2, 2, 1, 40, 70, 8, documents=True, window=9)
+    bench = ranges.Bench(case, "cpu", torch.float32)
+    visible = attention_weights(bench.given["query"], bench.given["key"], **bench.visible) > 0
+    assert torch.equal(visible.any(1, keepdim=True), bench._dense())

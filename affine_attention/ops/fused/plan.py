@@ -6,9 +6,11 @@ Rules, in this order (docs/kernels.md has the measurements):
   torch.use_deterministic_algorithms: neither backward is): PyTorch's own attention where the call has no mechanism; on
   Hopper, causal calls take one kernel of ours each for the forward and the backward; otherwise cuDNN between a prologue
   and an epilogue;
-- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs). With
-  AFFINE_HOPPER_RANGES=1, windows, segments, padding and T != S take two Gluon kernels on Hopper instead. They are off
-  by default until they have run on a GPU.
+- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
+
+On Hopper, a forward in Gluon and the Hopper backward also serve windows, segments, padding and T != S
+(AFFINE_GLUON_FORWARD=ranges), and that forward serves plain causal calls (AFFINE_GLUON_FORWARD=all). Neither is a
+default until it has run on a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ LARGE = 2**25
 CUDNN_FORWARD = 2**23
 # Whether large calls keep O in addition to their output too, for models in which many rows have a small alpha.
 KEEPS_O = os.environ.get("AFFINE_KEEP_O") == "1"
-# Whether calls with windows, segments, padding or T != S take the Gluon kernels on Hopper.
-RANGES_ON_HOPPER = os.environ.get("AFFINE_HOPPER_RANGES") == "1"
+# The calls that take the Gluon forward on Hopper: none, those with windows, segments, padding or T != S, or all.
+GLUON_FORWARD = os.environ.get("AFFINE_GLUON_FORWARD", "none")
+if GLUON_FORWARD not in ("none", "ranges", "all"):
+    raise ValueError(f'AFFINE_GLUON_FORWARD must be "none", "ranges" or "all", got {GLUON_FORWARD!r}')
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,8 @@ def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
     refusals.append(f"plain causal or full attention {reason}")
     plain_rows = call.rows.alpha is None and call.rows.beta is None and call.rows.gate is None
     saves = "nothing" if not needs_gradient else "output" if plain_rows else "softmax output"
-    if RANGES_ON_HOPPER:
-        reason = why_not_ranges(call, needs_gradient)
+    if GLUON_FORWARD != "none":
+        reason = why_not_gluon_forward(call, needs_gradient)
         if reason is None:
             # A gate or a negative alpha needs lse itself (B7).
             shift = needs_gradient and call.rows.alpha is not None and call.rows.gate is None and call.nonnegative_alpha
@@ -154,8 +158,8 @@ def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
     return Route("flash", "flash" if needs_gradient else None, saves, "; ".join(refusals))
 
 
-def why_not_ranges(call: AttentionCall, needs_gradient: bool) -> str | None:
-    """The reason why the Gluon kernels cannot serve a call with any visibility but a dense mask, None when they can."""
+def why_not_gluon_forward(call: AttentionCall, needs_gradient: bool) -> str | None:
+    """The reason why the Gluon forward and the Hopper backward cannot serve a call, None when they can."""
     from .hopper.backward import HEAD_DIMS, why_not_here
 
     query = call.query
@@ -182,6 +186,8 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if call.rows.is_plain:
         return Route("sdpa", "sdpa" if needs_gradient else None, "output", "no mechanism: PyTorch's own attention")
     forward = "hopper" if _fits_hopper_forward(call) else "cudnn"
+    if GLUON_FORWARD == "all" and call.visibility.is_causal and why_not_gluon_forward(call, needs_gradient) is None:
+        forward = "gluon"
     backward, told = None, ""
     if needs_gradient:
         refusal = why_not_hopper_backward(call)

@@ -6,6 +6,10 @@ ordered (tests/gluon_simulator).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -177,25 +181,38 @@ def test_a_thousand_runs_agree():
                 assert torch.equal(x, right[name]), name
 
 
-def route_on_hopper(monkeypatch, is_on, **changes):
+def route_on_hopper(monkeypatch, setting, **changes):
     monkeypatch.setattr(planning, "capability_of", lambda x: 90)
-    monkeypatch.setattr(planning, "RANGES_ON_HOPPER", is_on)
+    monkeypatch.setattr(planning, "why_not_cudnn", lambda call: None)
+    monkeypatch.setattr(planning, "GLUON_FORWARD", setting)
     x = torch.zeros(1, 2, 64, changes.pop("dim", 64), dtype=changes.pop("dtype", torch.bfloat16))
     seen = Visibility(1, 64, 64, x.device, is_causal=True, window=changes.pop("window", 8))
-    spec = CallSpec.of(AttentionCall.of(x, x, x, visibility=seen, softmax_scale=changes.pop("softmax_scale", 1.0)))
+    row = torch.zeros(x.shape[:3])
+    given = {"alpha": row, "visibility": seen, "softmax_scale": changes.pop("softmax_scale", 1.0)}
+    spec = CallSpec.of(AttentionCall.of(x, x, x, **given))
     for each in (spec.query, spec.key, spec.value):
         each.device = torch.device("cuda", 0)
     return planning.choose_route(spec, True)
 
 
-def test_ranges_take_these_kernels_only_if_they_are_switched_on(monkeypatch):
-    assert route_on_hopper(monkeypatch, False).kernels == ("flash",)
-    assert route_on_hopper(monkeypatch, True).kernels == ("gluon forward", "hopper backward")
-    refused = route_on_hopper(monkeypatch, True, dim=256)
+def test_the_gluon_forward_serves_the_calls_that_the_environment_names(monkeypatch):
+    assert route_on_hopper(monkeypatch, "none").kernels == ("flash",)
+    assert route_on_hopper(monkeypatch, "ranges").kernels == ("gluon forward", "hopper backward")
+    assert route_on_hopper(monkeypatch, "ranges", window=None).kernels == ("hopper",)
+    assert route_on_hopper(monkeypatch, "all", window=None).kernels == ("gluon forward", "hopper backward")
+    assert route_on_hopper(monkeypatch, "all", window=None, dim=256).kernels == ("cudnn",)
+    refused = route_on_hopper(monkeypatch, "ranges", dim=256)
     assert refused.kernels == ("flash",)
     assert "serve head dims 40 to 128" in refused.reason
-    assert "got query of torch.float32" in route_on_hopper(monkeypatch, True, dtype=torch.float32).reason
-    assert "positive softmax_scale" in route_on_hopper(monkeypatch, True, softmax_scale=-1.0).reason
+    assert "got query of torch.float32" in route_on_hopper(monkeypatch, "ranges", dtype=torch.float32).reason
+    assert "positive softmax_scale" in route_on_hopper(monkeypatch, "ranges", softmax_scale=-1.0).reason
+
+
+def test_an_unknown_setting_is_an_error():
+    command = [sys.executable, "-c", "import affine_attention.ops.fused.plan"]
+    environment = os.environ | {"AFFINE_GLUON_FORWARD": "yes"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert 'AFFINE_GLUON_FORWARD must be "none", "ranges" or "all", got \'yes\'' in result.stderr
 
 
 @outside
