@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attention import attention, explain
-from affine_attention.ops.call import AttentionCall
 from affine_attention.ops.fused import plan as planning
-from affine_attention.ops.validation import check_visibility
 
 from .measure import median_seconds
 from .results_file import table, write
+from .routes import on_route
 
 DOCUMENT = 700  # mean length of a document, drawn evenly from 1 to twice this
 MAX_ERROR = 0.02  # relative L2 difference to `composed` above which a route is reported as wrong
@@ -106,25 +105,11 @@ class Bench:
 
     def gluon(self) -> tuple[Callable[[], Tensor], str]:
         """The same call with AFFINE_GLUON_FORWARD=all, and the kernels that it takes."""
-        from affine_attention.ops.fused.op import run_plan
-
-        visible = {"mask": None, "segment_ids": None} | self.visible
-        seen = check_visibility(self.given["query"], self.given["key"], **visible)
-        scale = self.case.dim**-0.5
-        call = AttentionCall.of(**self.given, visibility=seen, softmax_scale=scale, nonnegative_alpha=True)
-        plans: dict[bool, planning.Plan] = {}
         before, planning.GLUON_FORWARD = planning.GLUON_FORWARD, "all"
         try:
-            for needs_gradient in (False, True):
-                plans[needs_gradient] = planning.Plan(call, planning.choose_route(call, needs_gradient))
+            return on_route(self.given, self.visible, planning.choose_route)
         finally:
             planning.GLUON_FORWARD = before
-
-        def run() -> Tensor:
-            needs_gradient = torch.is_grad_enabled()
-            return run_plan(plans[needs_gradient], planning.inputs_of(call), needs_gradient)
-
-        return run, ", ".join(plans[True].route.kernels)
 
     def plain(self) -> Callable[[], Tensor]:
         query, key, value = (self.given[name] for name in ("query", "key", "value"))

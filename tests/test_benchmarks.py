@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from affine_attention import attention_weights
-from benchmarks import accuracy, attention, loop, ranges, readme, worst_row
+from benchmarks import accuracy, attention, gpu, loop, mechanisms, ranges, readme, worst_row
 from benchmarks.loop_calls import python_calls
 from benchmarks.loop_timing import Case, build, take_turns, wall_seconds
 from benchmarks.measure import median_seconds, peak_memory
@@ -281,3 +282,59 @@ def test_the_dense_mask_of_the_ranges_benchmark_is_that_of_the_call():
     bench = ranges.Bench(case, "cpu", torch.float32)
     visible = attention_weights(bench.given["query"], bench.given["key"], **bench.visible) > 0
     assert torch.equal(visible.any(1, keepdim=True), bench._dense())
+
+
+def test_mechanisms_benchmark_writes_its_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("AFFINE_RESULTS", str(tmp_path))
+    monkeypatch.setitem(mechanisms.SHAPES, "cpu", (attention.Shape("tiny", 1, 2, 1, 33, 8),))
+    monkeypatch.setattr(sys, "argv", ["mechanisms", "--device", "cpu", "--rounds", "1", "--presets", "signed_weights"])
+    mechanisms.main()
+    (file,) = tmp_path.iterdir()
+    rows = {row[1]: row for row in readme.rows_of(file)[1:]}
+    assert set(rows) == {"softmax", "affine", "signed_weights", *mechanisms.ADDED}
+    assert float(rows["softmax"][3]) == float(rows["affine"][4]) == 1
+
+
+def gpu_steps(tmp_path):
+    scripts = {"good": "print('fine')", "bad": "raise SystemExit(3)", "slow": "import time; time.sleep(60)"}
+    for name, text in scripts.items():
+        (tmp_path / f"{name}_step.py").write_text(text)
+    return [gpu.Step(name, (f"{name}_step",), 0.02 if name == "slow" else 1) for name in scripts]
+
+
+def test_gpu_steps_are_logged_limited_and_continued(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "STEPS", gpu_steps(tmp_path))
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["gpu", str(out)])
+    with pytest.raises(SystemExit, match="failed: bad, slow"):
+        gpu.main()
+    assert {name: each["outcome"] for name, each in gpu.read_state(out).items()} == {
+        "good": "passed", "bad": "failed", "slow": "failed"
+    }  # fmt: skip
+    assert (out / "good.log").read_text() == "fine\n"
+    (out / "good.log").unlink()
+    with pytest.raises(SystemExit, match="failed: bad, slow"):
+        gpu.main()
+    assert not (out / "good.log").exists(), "a step that passed does not run again"
+    monkeypatch.setattr(sys, "argv", ["gpu", str(out), "--list"])
+    gpu.main()
+    assert "good             passed" in capsys.readouterr().out
+
+
+def test_a_gpu_step_that_the_limit_interrupts_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    slow = gpu.Step("slow", ("slow_step",), 1)
+    gpu_steps(tmp_path)
+    monkeypatch.setattr(gpu, "_call", lambda *_: None)
+    assert gpu.run(tmp_path / "out", [slow], 0.5)["slow"]["outcome"] == "interrupted"
+
+
+def test_every_gpu_step_exists():
+    for step in gpu.STEPS:
+        module, *arguments = step.arguments
+        if module == "pytest":
+            assert all(Path(path).exists() for path in arguments if path.startswith("tests"))
+        else:
+            text = Path(module.replace(".", "/") + ".py").read_text()
+            assert all(option in text for option in arguments if option.startswith("--"))
