@@ -101,7 +101,7 @@ def assert_same(found, expected, name):
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_one_node_is_two_nodes(size, settings, sigmoid):
     leaves, running, mask, grad_out = draw(size, **settings)
-    for _ in range(3):  # the first launch goes through Triton, later ones by address
+    for _ in range(1 if INTERPRETED else 3):  # the first launch goes through Triton, later ones by address
         together, apart = (
             run(leaves, running, mask, sigmoid=sigmoid) for run in (run_together, run_apart)
         )  # fmt: skip
