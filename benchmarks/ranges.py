@@ -104,12 +104,12 @@ class Bench:
         return lambda: attention(**self.given, **self.visible, nonnegative_alpha=True, impl=impl)
 
     def gluon(self) -> tuple[Callable[[], Tensor], str]:
-        """The same call with AFFINE_GLUON_FORWARD=all, and the kernels that it takes."""
-        before, planning.GLUON_FORWARD = planning.GLUON_FORWARD, "all"
+        """The same call with AFFINE_EXPERIMENTAL=ranges,causal, and the kernels that it takes."""
+        before, planning.EXPERIMENTAL = planning.EXPERIMENTAL, frozenset(("ranges", "causal"))
         try:
             return on_route(self.given, self.visible, planning.choose_route)
         finally:
-            planning.GLUON_FORWARD = before
+            planning.EXPERIMENTAL = before
 
     def plain(self) -> Callable[[], Tensor]:
         query, key, value = (self.given[name] for name in ("query", "key", "value"))

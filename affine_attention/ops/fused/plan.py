@@ -8,9 +8,11 @@ Rules, in this order (docs/kernels.md has the measurements):
   and an epilogue;
 - flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
 
-On Hopper, a forward in Gluon and the Hopper backward also serve windows, segments, padding and T != S
-(AFFINE_GLUON_FORWARD=ranges), and that forward serves plain causal calls (AFFINE_GLUON_FORWARD=all). Neither is a
-default until it has run on a GPU.
+Kernels that have not run on a GPU yet are no default. AFFINE_EXPERIMENTAL switches them on, by name:
+
+- ranges: on Hopper, windows, segments, padding and T != S take a forward in Gluon and the Hopper backward;
+- causal: that forward serves plain causal calls too;
+- deterministic: deterministic causal calls take the Hopper kernels, whose backward then adds dQ in a fixed order.
 """
 
 from __future__ import annotations
@@ -37,10 +39,22 @@ LARGE = 2**25
 CUDNN_FORWARD = 2**23
 # Whether large calls keep O in addition to their output too, for models in which many rows have a small alpha.
 KEEPS_O = os.environ.get("AFFINE_KEEP_O") == "1"
-# The calls that take the Gluon forward on Hopper: none, those with windows, segments, padding or T != S, or all.
-GLUON_FORWARD = os.environ.get("AFFINE_GLUON_FORWARD", "none")
-if GLUON_FORWARD not in ("none", "ranges", "all"):
-    raise ValueError(f'AFFINE_GLUON_FORWARD must be "none", "ranges" or "all", got {GLUON_FORWARD!r}')
+_EXPERIMENTS = ("ranges", "causal", "deterministic")
+
+
+def read_experiments(text: str) -> frozenset[str]:
+    """The names in AFFINE_EXPERIMENTAL, which are separated by commas."""
+    names = frozenset(filter(None, (name.strip() for name in text.split(","))))
+    unknown = names - set(_EXPERIMENTS)
+    if unknown:
+        raise ValueError(
+            f"AFFINE_EXPERIMENTAL must be a list of {', '.join(_EXPERIMENTS)}, separated by commas, "
+            f"got {', '.join(map(repr, sorted(unknown)))}"
+        )
+    return names
+
+
+EXPERIMENTAL = read_experiments(os.environ.get("AFFINE_EXPERIMENTAL", ""))
 
 
 @dataclass(frozen=True)
@@ -148,7 +162,7 @@ def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
     refusals.append(f"plain causal or full attention {reason}")
     plain_rows = call.rows.alpha is None and call.rows.beta is None and call.rows.gate is None
     saves = "nothing" if not needs_gradient else "output" if plain_rows else "softmax output"
-    if GLUON_FORWARD != "none":
+    if "ranges" in EXPERIMENTAL:
         reason = why_not_gluon_forward(call, needs_gradient)
         if reason is None:
             # A gate or a negative alpha needs lse itself (B7).
@@ -186,7 +200,8 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if call.rows.is_plain:
         return Route("sdpa", "sdpa" if needs_gradient else None, "output", "no mechanism: PyTorch's own attention")
     forward = "hopper" if _fits_hopper_forward(call) else "cudnn"
-    if GLUON_FORWARD == "all" and call.visibility.is_causal and why_not_gluon_forward(call, needs_gradient) is None:
+    is_causal = call.visibility.is_causal
+    if "causal" in EXPERIMENTAL and is_causal and why_not_gluon_forward(call, needs_gradient) is None:
         forward = "gluon"
     backward, told = None, ""
     if needs_gradient:

@@ -6,10 +6,6 @@ ordered (tests/gluon_simulator).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -201,7 +197,7 @@ def test_a_thousand_runs_agree():
 def route_on_hopper(monkeypatch, setting, **changes):
     monkeypatch.setattr(planning, "capability_of", lambda x: 90)
     monkeypatch.setattr(planning, "why_not_cudnn", lambda call: None)
-    monkeypatch.setattr(planning, "GLUON_FORWARD", setting)
+    monkeypatch.setattr(planning, "EXPERIMENTAL", planning.read_experiments(setting))
     x = torch.zeros(1, 2, 64, changes.pop("dim", 64), dtype=changes.pop("dtype", torch.bfloat16))
     seen = Visibility(1, 64, 64, x.device, is_causal=True, window=changes.pop("window", 8))
     row = torch.zeros(x.shape[:3])
@@ -213,11 +209,11 @@ def route_on_hopper(monkeypatch, setting, **changes):
 
 
 def test_the_gluon_forward_serves_the_calls_that_the_environment_names(monkeypatch):
-    assert route_on_hopper(monkeypatch, "none").kernels == ("flash",)
+    assert route_on_hopper(monkeypatch, "").kernels == ("flash",)
     assert route_on_hopper(monkeypatch, "ranges").kernels == ("gluon forward", "hopper backward")
     assert route_on_hopper(monkeypatch, "ranges", window=None).kernels == ("hopper",)
-    assert route_on_hopper(monkeypatch, "all", window=None).kernels == ("gluon forward", "hopper backward")
-    assert route_on_hopper(monkeypatch, "all", window=None, dim=256).kernels == ("cudnn",)
+    assert route_on_hopper(monkeypatch, "ranges,causal", window=None).kernels == ("gluon forward", "hopper backward")
+    assert route_on_hopper(monkeypatch, "ranges,causal", window=None, dim=256).kernels == ("cudnn",)
     refused = route_on_hopper(monkeypatch, "ranges", dim=256)
     assert refused.kernels == ("flash",)
     assert "serve head dims 40 to 128" in refused.reason
@@ -226,10 +222,10 @@ def test_the_gluon_forward_serves_the_calls_that_the_environment_names(monkeypat
 
 
 def test_an_unknown_setting_is_an_error():
-    command = [sys.executable, "-c", "import affine_attention.ops.fused.plan"]
-    environment = os.environ | {"AFFINE_GLUON_FORWARD": "yes"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert 'AFFINE_GLUON_FORWARD must be "none", "ranges" or "all", got \'yes\'' in result.stderr
+    assert planning.read_experiments("causal, ranges,") == {"causal", "ranges"}
+    rule = "AFFINE_EXPERIMENTAL must be a list of ranges, causal, deterministic, separated by commas, got 'all', 'yes'"
+    with pytest.raises(ValueError, match=rule):
+        planning.read_experiments("yes,ranges,all")
 
 
 @outside
