@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attention import Mechanism, attention, explain
+from affine_attention.ops.call import AttentionCall
+from affine_attention.ops.fused.plan import Route, choose_route
 from affine_attention.testing import naive_attention
 
 from .measure import kept_memory, median_seconds, peak_memory
 from .results_file import table, write
+from .routes import experimental, on_route
 
 MECHANISMS = ("affine", "affine_gated", "sink")
 
@@ -126,6 +129,19 @@ class Bench:
 
         return call
 
+    def ours_in_order(self) -> Callable[[], Tensor]:
+        """The Hopper kernels with dQ added in a fixed order, which AFFINE_EXPERIMENTAL=deterministic selects."""
+
+        def choose(call: AttentionCall, needs_gradient: bool) -> Route:
+            torch.use_deterministic_algorithms(True)
+            try:
+                return choose_route(call, needs_gradient)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        with experimental("deterministic"):
+            return on_route(self.of("affine"), {"is_causal": True}, choose)[0]
+
     def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
         """The paper's formula as written, with T x S weights; None if they would not fit into memory."""
         shape, item = self.shape, self.tensors["query"].element_size()
@@ -188,6 +204,8 @@ def measure(
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
         functions["affine, every alpha 0"] = bench.ours_zero_alpha()
         functions["affine, deterministic"] = bench.ours_deterministic()
+        if torch.cuda.get_device_capability()[0] == 9:
+            functions["affine, dQ in a fixed order"] = bench.ours_in_order()
     others = bench.rivals() if with_rivals else {}
     naive = bench.naive("affine") if with_naive else None
     if naive is not None:

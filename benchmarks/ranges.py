@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attention import attention, explain
-from affine_attention.ops.fused import plan as planning
+from affine_attention.ops.fused.plan import choose_route
 
 from .measure import median_seconds
 from .results_file import table, write
-from .routes import on_route
+from .routes import experimental, on_route
 
 DOCUMENT = 700  # mean length of a document, drawn evenly from 1 to twice this
 MAX_ERROR = 0.02  # relative L2 difference to `composed` above which a route is reported as wrong
@@ -105,11 +105,8 @@ class Bench:
 
     def gluon(self) -> tuple[Callable[[], Tensor], str]:
         """The same call with AFFINE_EXPERIMENTAL=ranges,causal, and the kernels that it takes."""
-        before, planning.EXPERIMENTAL = planning.EXPERIMENTAL, frozenset(("ranges", "causal"))
-        try:
-            return on_route(self.given, self.visible, planning.choose_route)
-        finally:
-            planning.EXPERIMENTAL = before
+        with experimental("ranges", "causal"):
+            return on_route(self.given, self.visible, choose_route)
 
     def plain(self) -> Callable[[], Tensor]:
         query, key, value = (self.given[name] for name in ("query", "key", "value"))

@@ -204,17 +204,33 @@ def _store(descriptor: Descriptor, coord: Any, source: SharedTile, adds: bool) -
     partition, coord = current(), [int(at) for at in coord]
     source.begin_async_read("TMA")
 
-    def complete() -> None:
-        descriptor.write(coord, source.views["data"], adds)
+    def read() -> None:
+        # `store_wait` returns after this. The tile reaches global memory later.
+        tile = source.views["data"].clone()
         source.end_async_read(partition, by_mma=False)
+        partition.writes.append(partition.scheduler.issue(lambda: descriptor.write(coord, tile, adds)))
 
-    partition.stores.append(partition.scheduler.issue(complete))
+    partition.stores.append(partition.scheduler.issue(read))
     partition.pause()
 
 
 def async_add(descriptor: Descriptor, coord: Any, source: SharedTile) -> None:
     """The counterpart of `async_add` of hopper/backward_kernels.py."""
     _store(descriptor, coord, source, adds=True)
+
+
+def wait_for_turn(counter: Pointer, turn: Any) -> None:
+    """The counterpart of `wait_for_turn` of hopper/backward_kernels.py."""
+    current().pause(lambda: bool(counter.load(None, None) >= turn), f"turn {float(turn):g} of a tile of dQ")
+
+
+def end_turn(counter: Pointer) -> None:
+    """The counterpart of `end_turn` of hopper/backward_kernels.py."""
+    partition = current()
+    Tma.store_wait(0)
+    partition.pause(lambda: all(event.done for event in partition.writes), "its writes to global memory")
+    partition.writes = []
+    counter.store(counter.load(None, None) + 1, None)
 
 
 def simulated_range(*limits: Any) -> Any:

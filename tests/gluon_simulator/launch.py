@@ -29,7 +29,10 @@ REPLACED = [
     (getattr(real_language, "barrier", None), language.barrier),
     (getattr(real_language, "thread_barrier", None), language.barrier),
 ]
-BY_NAME = {"async_add": language.async_add, "range": language.simulated_range}
+BY_NAME = {
+    "async_add": language.async_add, "wait_for_turn": language.wait_for_turn, "end_turn": language.end_turn,
+    "range": language.simulated_range,
+}  # fmt: skip
 
 
 class SimulatedFunction:

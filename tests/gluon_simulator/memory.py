@@ -3,6 +3,7 @@
 Rules, each with an error:
 - A copy by TMA writes its elements between its issue and its completion: nobody else may touch them.
 - An MMA or a copy to global memory reads its elements until the kernel has waited for it: nobody may write them.
+  `tma.store_wait` waits for the reading of a copy, not for its writing.
 - Elements that a partition has stored need `fence_async_shared`, then `barrier`, before an MMA or TMA reads them.
 - Elements that a partition has loaded need `barrier` before they are overwritten: a warp may be late. The same holds
   for elements read by MMAs of several warp groups. A partition of one warp group waits for its MMA as a whole, which

@@ -36,7 +36,8 @@ class Partition:
         self.until: Callable[[], bool] = lambda: True
         self.waits_for = "its start"
         self.turn = threading.Semaphore(0)
-        self.stores: list[Event] = []  # copies from shared memory by TMA, in order
+        self.stores: list[Event] = []  # reads of shared memory by copies of TMA to global memory, in order
+        self.writes: list[Event] = []  # their writes to global memory
         self.mmas: list[Any] = []  # MMAs that have not been waited for, in order
         self.reads: list[Any] = []  # tiles loaded since the last barrier or MMA
         self.thread = threading.Thread(target=self._run, daemon=True)

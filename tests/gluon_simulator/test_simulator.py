@@ -113,8 +113,7 @@ def changed_kernel(module, name: str, change: tuple[str, str], folder: Path):
     return getattr(changed, name)
 
 
-@pytest.fixture(scope="module")
-def launches():
+def recorded(**options):
     """The launches of the forward and of the backward of a causal call: (kernel, grid, arguments, options) by name."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
@@ -129,8 +128,13 @@ def launches():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GluonJITFunction, "run", record)
         patch.setattr(gluon_forward, "num_sms", lambda device: 2)
-        results(by_route("gluon", "hopper"), inputs, grad, visibility, nonnegative_alpha=True)
+        results(by_route("gluon", "hopper", **options), inputs, grad, visibility, nonnegative_alpha=True)
     return found
+
+
+@pytest.fixture(scope="module")
+def launches():
+    return recorded()
 
 
 @inside
@@ -159,6 +163,30 @@ def test_what_is_missing_is_found(name, what, launches, tmp_path):
 
     with pytest.raises((HazardError, DeadlockError)):
         run()
+
+
+def sums_of_dq(kernel, launch, seed, resident):
+    """The sums of dQ after a run of the kernel from zeros."""
+    _, grid, arguments, options = launch
+    sums = arguments[7].base
+    sums.zero_()
+    simulate(kernel, grid, *arguments, **options, seed=seed, resident=resident)
+    return sums[: arguments[0].base.numel() // sums.shape[1]].clone()
+
+
+@inside
+def test_dq_has_a_fixed_order_with_turns_and_none_without(tmp_path):
+    launch = recorded(ordered=True)["gradients_kernel"]
+    orders = [(seed, 1 + seed % 4) for seed in range(8)]
+    first, *others = (sums_of_dq(launch[0], launch, *order) for order in orders)
+    assert all(torch.equal(first, each) for each in others)
+    change = "            wait_for_turn(turns + of_dq, (tile // (BLOCK_N // BLOCK_M)).to(gl.float32))\n"
+    without = changed_kernel(backward_kernels, "gradients_kernel", (change, "            pass\n"), tmp_path)
+    assert not all(torch.equal(first, sums_of_dq(without, launch, *order)) for order in orders)
+    forwards = ("        block = num_blocks - 1 - block\n", "        block = block\n")
+    stuck = changed_kernel(backward_kernels, "gradients_kernel", forwards, tmp_path)
+    with pytest.raises(DeadlockError, match="turn 1 of a tile of dQ"):
+        sums_of_dq(stuck, launch, 0, 2)
 
 
 @outside

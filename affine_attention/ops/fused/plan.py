@@ -66,6 +66,7 @@ class Route:
     saves: str  # "nothing", "output" or "softmax output": which of [B, H, T, D] the backward reads
     reason: str
     shift: bool = False  # the forward writes lse - log(alpha), which the backward reads (B7)
+    ordered: bool = False  # the Hopper backward adds dQ in a fixed order
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -135,9 +136,14 @@ def why_not_plain(call: AttentionCall) -> str | None:
         return f"serves plain causal and full attention only, got window = {seen.window}"
     if seen.is_causal and seen.offset != 0:
         return f"causal attention needs as many queries as keys, got T = {seen.num_queries} and S = {seen.num_keys}"
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and not _has_ordered_backward(call):
         return "its backward is not deterministic, and torch.use_deterministic_algorithms requires that"
     return None
+
+
+def _has_ordered_backward(call: AttentionCall) -> bool:
+    """Whether the Hopper backward serves a call and may add dQ in a fixed order."""
+    return "deterministic" in EXPERIMENTAL and not call.rows.is_plain and why_not_hopper_backward(call) is None
 
 
 def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
@@ -204,6 +210,7 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if "causal" in EXPERIMENTAL and is_causal and why_not_gluon_forward(call, needs_gradient) is None:
         forward = "gluon"
     backward, told = None, ""
+    ordered = needs_gradient and torch.are_deterministic_algorithms_enabled()
     if needs_gradient:
         refusal = why_not_hopper_backward(call)
         backward = "hopper" if refusal is None else "cudnn"
@@ -223,7 +230,8 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if has_rows and needs_gradient and saves == "output":
         told += "; O is recomputed for rows that lose it to cancellation (AFFINE_KEEP_O=1 keeps it)"
     kind = "causal" if call.visibility.is_causal else "full"
-    return Route(forward, backward, saves, f"plain {kind} attention: the fastest measured{told}", shift)
+    told += "; dQ is added in a fixed order" if ordered else ""
+    return Route(forward, backward, saves, f"plain {kind} attention: the fastest measured{told}", shift, ordered)
 
 
 def _fits_hopper_forward(call: AttentionCall) -> bool:
@@ -367,7 +375,7 @@ class Plan:
             halves = halves and call.query.numel() >= LARGE
             return HopperBackward(
                 call, *specs, of_lse, state, shift=route.shift, halves=halves, wants_sink=wants_sink,
-                lse_in_log2=route.forward == "flash", **projected,
+                lse_in_log2=route.forward == "flash", ordered=route.ordered, **projected,
             )  # fmt: skip
         from .cudnn.backward import CudnnBackward
 

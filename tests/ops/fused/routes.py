@@ -22,7 +22,9 @@ from ...gluon_simulator import simulate
 CPU_FLASH = CpuFlash("cpu_flash")
 
 
-def make_route(forward: str, backward: str, call: AttentionCall, *, large: bool = False) -> Route:
+def make_route(
+    forward: str, backward: str, call: AttentionCall, *, large: bool = False, ordered: bool = False
+) -> Route:
     """The route that `choose_route` would return for these kernels. `large` calls do not save O."""
     alpha, beta, _, gate = call.rows
     if not call.needs_gradient:
@@ -31,15 +33,16 @@ def make_route(forward: str, backward: str, call: AttentionCall, *, large: bool 
     drops_core = large and backward == "hopper" and gate is None
     saves = "softmax output" if has_rows and not drops_core else "output"
     shift = alpha is not None and gate is None and call.nonnegative_alpha and forward != "flash"
-    return Route(forward, backward, saves, "chosen by a test", shift=shift and saves == "softmax output")
+    shift = shift and saves == "softmax output"
+    return Route(forward, backward, saves, "chosen by a test", shift=shift, ordered=ordered)
 
 
-def by_route(forward: str, backward: str, *, large: bool = False):
+def by_route(forward: str, backward: str, *, large: bool = False, ordered: bool = False):
     """A function of the operator's tensors that runs these kernels."""
 
     def run(**given):
         call = AttentionCall.of(**given)
-        route = make_route(forward, backward, call, large=large)
+        route = make_route(forward, backward, call, large=large, ordered=ordered)
         kind = (route, call.softmax_scale, call.nonnegative_alpha, call.visibility.is_causal, call.visibility.window,
                 *((None if x is None else (x.shape, x.stride(), x.dtype)) for x in inputs_of(call)))  # fmt: skip
         if kind not in plans:

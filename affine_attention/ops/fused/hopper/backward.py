@@ -1,8 +1,9 @@
 """The backward on Hopper: dQ, dK and dV in one Gluon kernel, after the row gradients.
 
 The kernel runs five MMAs per tile and adds the beta term to dV. dQ is accumulated in fp32 in global memory, in no fixed
-order, and converted at the end. If O was not saved in addition to the output, rows in which O is lost to cancellation
-are recomputed first (recompute.py), on the current stream, while the row gradients of the others run on a side stream.
+order unless `ordered`, and converted at the end. If O was not saved in addition to the output, rows in which O is lost
+to cancellation are recomputed first (recompute.py), on the current stream, while the row gradients of the others run on
+a side stream.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class HopperBackward:
         halves: dQ is accumulated for one half of the heads at a time, to halve the memory of the sums.
         wants_sink: the gradient of the sink is needed.
         lse_in_log2: the state is that of the flash forward, which has lse in log2.
+        ordered: the sums of dQ have a fixed order (plain causal calls only).
         projection: the state holds alpha and beta; their gradients continue to the hidden states and W_a here.
         wants: with a projection, the needed gradients: of hidden, of W_a, and the sums of alpha.
     """
@@ -93,6 +95,7 @@ class HopperBackward:
         halves: bool,
         wants_sink: bool,
         lse_in_log2: bool = False,
+        ordered: bool = False,
         projection: ProjectionSpec | None = None,
         wants: tuple[bool, bool, bool] = (False, False, False),
     ):
@@ -101,7 +104,8 @@ class HopperBackward:
         self.call, self.device, self.has_marks = call, query.get_device(), "marks" in state.arrays
         self.state, self.projection, self.wants = state, projection, wants
         _, heads, length, dim = query.shape
-        self.lse_in_log2 = lse_in_log2
+        assert not ordered or is_plain_causal(call)
+        self.lse_in_log2, self.ordered = lse_in_log2, ordered
         self.num_rows = 4 if is_plain_causal(call) else 8
         self.groups, self.dim, self.block = key.shape[1], dim, block_of(dim)
         self.blocks = -(-length // self.block)
@@ -230,9 +234,11 @@ class HopperBackward:
         return arrays
 
     def _sums_shape(self, batch: int, heads: int, length: int) -> tuple[int, int]:
+        """The sums of dQ by tile, and behind them, if they have a fixed order, a counter for each tile."""
         slots = -(-batch * self.groups // self.parts)
-        tiles = -(-length // self.sizes.block_m)
-        return slots * (heads // self.groups) * tiles * self.sizes.block_m * self.block_d // ADDED, ADDED
+        tiles = slots * (heads // self.groups) * -(-length // self.sizes.block_m)
+        counters = -(-tiles // ADDED) if self.ordered else 0
+        return tiles * self.sizes.block_m * self.block_d // ADDED + counters, ADDED
 
     def _later_shape(self) -> tuple[int, int, int, int]:
         return self.call.query.shape[0], self.groups, self.blocks + 1, self.dim
@@ -313,7 +319,8 @@ class HopperBackward:
                     Slot(GRAD_CORE if self.makes_grad_core else GRAD, describe(inner, sizes.block_m)),
                     Slot(slots["row_numbers"].index, rows),
                     Slot(DK, describe(fresh(key), sizes.block_n)), Slot(DV, describe(fresh(value), sizes.block_n)),
-                    Slot(slots["dq_sums"].index, sums), slots.get("later"),
+                    Slot(slots["dq_sums"].index, sums),
+                    slots["dq_sums"] if self.ordered else None, slots.get("later"),
                     self.key_ranges, self.rule,
                     scale, scale * LOG2E.value, num_keys, 0 if beta is None else self.blocks, first, heads, self.groups,
                     here, min(section, here), sizes.block_m, sizes.block_n, dim, self.block_d, self.block,

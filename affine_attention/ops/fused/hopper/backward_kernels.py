@@ -16,8 +16,9 @@ In plain causal calls the tiles at the block's own positions are masked, and all
 (RULED: windows, segments, padding, T != S), `key_span` says which tiles are visited and which of them are masked.
 
 Warps are specialised: one loads tiles by TMA, one adds finished tiles of dQ to global memory in fp32 by TMA, eight run
-the MMAs. They synchronise through mbarriers. The order of the additions is not fixed, so deterministic calls use the
-flash kernels.
+the MMAs. They synchronise through mbarriers. The order of the additions is not fixed, unless there are `turns`: each
+tile of dQ then has a counter, and CTAs add to it from the block of the last keys to that of the first. A CTA reaches
+the tiles of later blocks one step after the owner of those blocks does, so that it seldom waits.
 """
 
 from __future__ import annotations
@@ -123,18 +124,47 @@ def _load_tiles(
 
 
 @gluon.jit
+def wait_for_turn(counter, turn):
+    """Waits until `turn` other CTAs have added to a tile."""
+    done = gl.atomic_add(counter, 0.0, sem="acquire", scope="gpu")
+    while done < turn:
+        done = gl.atomic_add(counter, 0.0, sem="acquire", scope="gpu")
+    # TMA is another proxy than the atomic operation.
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=f,f", [done], gl.float32, False, 1)
+    barrier()
+
+
+@gluon.jit
+def end_turn(counter):
+    """Waits until the additions of this warp are in global memory, which `tma.store_wait` does not do, and says so."""
+    one = gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=f,f", [1.0], gl.float32, False, 1
+    )
+    barrier()
+    gl.atomic_add(counter, one, sem="release", scope="gpu")
+
+
+@gluon.jit
 def _add_query_grads(
-    dq_desc, dq_smem, dq_full, dq_empty, slot, group, num_tiles, first_tile, left, unmasked, right,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    dq_desc, turns, dq_smem, dq_full, dq_empty, slot, group, num_tiles, first_tile, left, unmasked, right,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """One warp adds each tile of dQ to global memory. `slot` is the first query head, relative to the launch."""
+    """One warp adds each tile of dQ to global memory. `slot` is the first query head, relative to the launch.
+
+    turns: for each tile of dQ the number of CTAs that have added to it, in fp32; None: the order is not fixed.
+    """
     for n in range(group * (left + unmasked + right)):
         member, tile = nth_tile(n, group, left, unmasked, right)
         mbarrier.wait(dq_full, n & 1)
         of_dq = (slot + member) * num_tiles + first_tile + tile
+        if turns is not None:
+            # The blocks of later keys come first. They start earlier, and reach this tile in fewer steps.
+            wait_for_turn(turns + of_dq, (tile // (BLOCK_N // BLOCK_M)).to(gl.float32))
         async_add(dq_desc, [of_dq * (BLOCK_M * BLOCK_D // ADDED), 0], dq_smem)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
+        if turns is not None:
+            end_turn(turns + of_dq)
 
 
 @gluon.jit
@@ -347,7 +377,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=[*GRID_NUMBERS, "first_slot", "num_sums"])
 def gradients_kernel(
-    q_desc, k_desc, v_desc, e_desc, rows_desc, dk_desc, dv_desc, dq_desc, later_sums, ranges, rule,
+    q_desc, k_desc, v_desc, e_desc, rows_desc, dk_desc, dv_desc, dq_desc, turns, later_sums, ranges, rule,
     softmax_scale, scale_log2, length, num_sums, first_slot, num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     SUM_BLOCK: gl.constexpr, STAGES: gl.constexpr, SCANNED: gl.constexpr, RULED: gl.constexpr,
@@ -356,6 +386,8 @@ def gradients_kernel(
 
     A launch processes `num_programs` key-value heads of the batch, starting at `first_slot`. rows_desc: [B * H, 4, T]
     in fp32, -lse'/softmax_scale, -delta, beta, unused. dq_desc: the launch's query heads, tiles in thread order.
+    turns: if the sums of dQ shall have a fixed order (plain causal calls only), the memory of dq_desc, behind whose
+    tiles there is a counter for each of them, all zero at the start.
     `length` is the number of keys. RULED: there is a `rule`, with segments or padding there are `ranges` of tiles, and
     rows_desc is [B * H, 8, T] with the bits of the first and the last visible key in rows LOW and HIGH.
     """
@@ -366,6 +398,9 @@ def gradients_kernel(
     rest = program % (num_blocks * section)
     here = gl.minimum(section, num_programs - first)
     block = rest // here
+    if turns is not None:
+        # A CTA waits for those of later keys, which must have started before it.
+        block = num_blocks - 1 - block
     slot = first_slot + first + rest % here
     batch = slot // num_kv_heads
     kv_head = slot % num_kv_heads
@@ -383,6 +418,9 @@ def gradients_kernel(
         left = gl.minimum(BLOCK_N // BLOCK_M, num_tiles - first_tile)
         unmasked = num_tiles - first_tile - left
         right = 0
+
+    if turns is not None:
+        turns += (num_programs * group * num_tiles).to(gl.int64) * (BLOCK_M * BLOCK_D)
 
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -418,8 +456,8 @@ def gradients_kernel(
                 BLOCK_M, BLOCK_N, STAGES,
             )),
             (_add_query_grads, (
-                dq_desc, dq_smem, dq_full, dq_empty, (slot - first_slot) * group, group, num_tiles,
-                first_tile, left, unmasked, right, BLOCK_M, BLOCK_D,
+                dq_desc, turns, dq_smem, dq_full, dq_empty, (slot - first_slot) * group, group, num_tiles,
+                first_tile, left, unmasked, right, BLOCK_M, BLOCK_N, BLOCK_D,
             )),
         ],
         [1, 1],

@@ -183,6 +183,11 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
                     call, grad, grad, None, forward.state, shift=False, halves=False, wants_sink="sink" in names
                 )
                 backward(query, query, None, state, *inputs)
+                if kind == "causal" and not marks:
+                    ordered = hopper_backward.HopperBackward(
+                        call, grad, grad, None, forward.state, shift=False, halves=False, wants_sink=False, ordered=True
+                    )
+                    ordered(query, query, None, state, *inputs)
         ids = torch.zeros(1, 256, dtype=torch.int64)
         query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
         for kind, options in {

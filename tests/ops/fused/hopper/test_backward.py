@@ -35,6 +35,7 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(),
 # A small call saves O in addition to its output; a large call recomputes it where it is lost to cancellation.
 small, large = by_route("hopper", "hopper"), by_route("hopper", "hopper", large=True)
 after_cudnn = by_route("cudnn", "hopper", large=True)
+ordered = by_route("hopper", "hopper", ordered=True)
 WAYS = [small, large, after_cudnn]
 NAMES_OF_WAYS = ["small", "large", "after cuDNN"]
 
@@ -67,6 +68,22 @@ def test_matches_the_reference(shape, names, dtype, nonnegative_alpha, way):
     visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
     others = [make(*shape, names, dtype, nonnegative_alpha, seed=n) for n in range(1, 2 if INTERPRETED else 8)]
     assert_right(inputs, grad, visibility, others, way, nonnegative_alpha=nonnegative_alpha)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((1, 2, 2, 300, 300, 64), AFFINE), ((1, 4, 2, 257, 257, 128), ("alpha", "sink")), ((2, 2, 1, 65, 65, 64), ALL)],
+)
+def test_sums_in_a_fixed_order_are_bitwise_equal(shape, names):
+    """On a CPU each run has another order of its asynchronous operations."""
+    inputs, grad = make(*shape, names, DTYPES[0], nonnegative=True)
+    visibility = Visibility(shape[0], shape[3], shape[4], grad.device, is_causal=True)
+    assert_right(inputs, grad, visibility, function=ordered, nonnegative_alpha=True)
+    first = results(ordered, inputs, grad, visibility, nonnegative_alpha=True)
+    for _ in range(3 if INTERPRETED else 100):
+        for name, x in results(ordered, inputs, grad, visibility, nonnegative_alpha=True).items():
+            assert torch.equal(x, first[name]), name
 
 
 @needs_triton

@@ -206,6 +206,23 @@ def test_deterministic_calls_use_the_flash_kernels(on_hopper):
     assert "deterministic" in route.reason
 
 
+def test_deterministic_calls_may_add_dq_in_a_fixed_order(on_hopper, monkeypatch):
+    monkeypatch.setattr(planning, "EXPERIMENTAL", frozenset(("deterministic",)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        route = planning.choose_route(call_like(), needs_gradient=True)
+        others = [
+            planning.choose_route(call_like(**each), True) for each in ({"dim": 32}, {"causal": False}, {"names": ()})
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert route.kernels == ("hopper",)
+    assert route.ordered
+    assert "fixed order" in route.reason
+    assert all(each.kernels == ("flash",) for each in others)
+    assert not planning.choose_route(call_like(), needs_gradient=True).ordered
+
+
 @outside
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)
