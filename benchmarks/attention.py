@@ -19,13 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attention import Mechanism, attention, explain
-from affine_attention.ops.call import AttentionCall
-from affine_attention.ops.fused.plan import Route, choose_route
 from affine_attention.testing import naive_attention
 
 from .measure import kept_memory, median_seconds, peak_memory
 from .results_file import table, write
-from .routes import experimental, on_route
 
 MECHANISMS = ("affine", "affine_gated", "sink")
 
@@ -85,6 +82,7 @@ class Bench:
         for x in self.tensors.values():
             x.requires_grad_()
         self.zero_alpha = torch.zeros_like(alpha).requires_grad_()
+        self.middle_alpha = (0.4 + 0.2 * alpha.detach()).requires_grad_()  # as at the start of a training
         self.grad_out = torch.randn(*rows, shape.dim, **like)
 
     def of(self, mechanism: str) -> dict[str, Tensor]:
@@ -111,13 +109,13 @@ class Bench:
         given = self.of("affine")
         return lambda: attention(**given, is_causal=True)
 
-    def ours_zero_alpha(self) -> Callable[[], Tensor]:
-        """The worst case for a backward without a saved O: with alpha = 0 it must be recomputed for every row."""
-        given = {**self.of("affine"), "alpha": self.zero_alpha}
+    def ours_with(self, alpha: Tensor) -> Callable[[], Tensor]:
+        """The call with another alpha. Without a saved O, alpha = 0 is the worst case: every row is recomputed."""
+        given = {**self.of("affine"), "alpha": alpha}
         return lambda: attention(**given, is_causal=True, nonnegative_alpha=True)
 
     def ours_deterministic(self) -> Callable[[], Tensor]:
-        """Under torch.use_deterministic_algorithms the Triton kernels run forward and backward."""
+        """Under torch.use_deterministic_algorithms, with a backward that adds dQ in a fixed order."""
         given = self.of("affine")
 
         def call() -> Tensor:
@@ -128,19 +126,6 @@ class Bench:
                 torch.use_deterministic_algorithms(False)
 
         return call
-
-    def ours_in_order(self) -> Callable[[], Tensor]:
-        """The Hopper kernels with dQ added in a fixed order, which AFFINE_EXPERIMENTAL=deterministic selects."""
-
-        def choose(call: AttentionCall, needs_gradient: bool) -> Route:
-            torch.use_deterministic_algorithms(True)
-            try:
-                return choose_route(call, needs_gradient)
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        with experimental("deterministic"):
-            return on_route(self.of("affine"), {"is_causal": True}, choose)[0]
 
     def naive(self, mechanism: str) -> Callable[[], Tensor] | None:
         """The paper's formula as written, with T x S weights; None if they would not fit into memory."""
@@ -188,7 +173,7 @@ class Bench:
         }
 
     def with_backward(self, forward: Callable[[], Tensor]) -> Callable[[], object]:
-        leaves = [*self.tensors.values(), self.zero_alpha]
+        leaves = [*self.tensors.values(), self.zero_alpha, self.middle_alpha]
         return lambda: torch.autograd.grad(forward(), leaves, self.grad_out, allow_unused=True)
 
 
@@ -202,10 +187,9 @@ def measure(
     functions |= {mechanism: bench.ours(mechanism) for mechanism in MECHANISMS}
     if device == "cuda":
         functions["affine, alpha of any sign"] = bench.ours_any_sign()
-        functions["affine, every alpha 0"] = bench.ours_zero_alpha()
+        functions["affine, alpha near 0.5"] = bench.ours_with(bench.middle_alpha)
+        functions["affine, every alpha 0"] = bench.ours_with(bench.zero_alpha)
         functions["affine, deterministic"] = bench.ours_deterministic()
-        if torch.cuda.get_device_capability()[0] == 9:
-            functions["affine, dQ in a fixed order"] = bench.ours_in_order()
     others = bench.rivals() if with_rivals else {}
     naive = bench.naive("affine") if with_naive else None
     if naive is not None:

@@ -5,7 +5,7 @@
 
 Each row is one case. Plain attention is softmax without alpha and beta, with the same visibility: compiled
 FlexAttention, or cuDNN's plain causal attention for padding (which a user who ignores it would run) and for head dims.
-On a CPU it is SDPA with a dense mask. Every route of ours is compared with `composed` before it is timed.
+On a CPU it is SDPA with a dense mask. Our call is compared with `composed` before it is timed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from affine_attention import attention, explain
-from affine_attention.ops.fused.plan import choose_route
 
 from .measure import median_seconds
 from .results_file import table, write
-from .routes import experimental, on_route
 
 DOCUMENT = 700  # mean length of a document, drawn evenly from 1 to twice this
 MAX_ERROR = 0.02  # relative L2 difference to `composed` above which a route is reported as wrong
@@ -103,11 +101,6 @@ class Bench:
     def ours(self, impl: str = "auto") -> Callable[[], Tensor]:
         return lambda: attention(**self.given, **self.visible, nonnegative_alpha=True, impl=impl)
 
-    def gluon(self) -> tuple[Callable[[], Tensor], str]:
-        """The same call with AFFINE_EXPERIMENTAL=ranges,causal, and the kernels that it takes."""
-        with experimental("ranges", "causal"):
-            return on_route(self.given, self.visible, choose_route)
-
     def plain(self) -> Callable[[], Tensor]:
         query, key, value = (self.given[name] for name in ("query", "key", "value"))
         if self.device == "cpu":
@@ -173,14 +166,9 @@ def measure(case: Case, device: str, dtype: torch.dtype, rounds: int) -> list[li
     name = "plain, dense mask" if device == "cpu" else "plain causal, cuDNN" if case.against == "causal" else (
         "plain, FlexAttention")  # fmt: skip
     kernels = str(explain(**bench.given, **bench.visible, nonnegative_alpha=True)).split(":")[0]
-    ours = {"affine": (bench.ours(), kernels)}
-    if device == "cuda" and torch.cuda.get_device_capability()[0] == 9:
-        ours["affine, Gluon forward"] = bench.gluon()
-    notes = {name: ""}
-    for label, (function, kernels) in ours.items():
-        wrong = difference(bench, function)
-        notes[label] = kernels + (f"; WRONG by {wrong:.2g}" if not wrong <= MAX_ERROR else "")
-    functions = {name: bench.plain()} | {label: function for label, (function, _) in ours.items()}
+    wrong = difference(bench, bench.ours())
+    notes = {name: "", "affine": kernels + (f"; WRONG by {wrong:.2g}" if not wrong <= MAX_ERROR else "")}
+    functions = {name: bench.plain(), "affine": bench.ours()}
 
     def without_graph(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def call() -> Tensor:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from affine_attention.ops.call import AttentionCall
-from affine_attention.ops.fused import plan as planning
 from affine_attention.ops.fused.plan import Plan, Route, inputs_of
 from affine_attention.ops.validation import check_visibility
 
 Choose = Callable[[AttentionCall, bool], Route]
-
-
-@contextlib.contextmanager
-def experimental(*names: str) -> Iterator[None]:
-    """Plans that are made in this context may take these kernels of AFFINE_EXPERIMENTAL."""
-    before, planning.EXPERIMENTAL = planning.EXPERIMENTAL, frozenset(names)
-    try:
-        yield
-    finally:
-        planning.EXPERIMENTAL = before
 
 
 def on_route(given: dict[str, Tensor], visible: dict[str, Any], choose: Choose) -> tuple[Callable[[], Tensor], str]:

@@ -2,17 +2,13 @@
 
 Rules, in this order (docs/kernels.md has the measurements):
 - decode: up to 16 queries and no gradient, against more keys than queries;
-- plain causal or full attention in bf16 or fp16 on compute capability 9.0 and newer (not under
-  torch.use_deterministic_algorithms: neither backward is): PyTorch's own attention where the call has no mechanism; on
-  Hopper, causal calls take one kernel of ours each for the forward and the backward; otherwise cuDNN between a prologue
-  and an epilogue;
-- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs).
-
-Kernels that have not run on a GPU yet are no default. AFFINE_EXPERIMENTAL switches them on, by name:
-
-- ranges: on Hopper, windows, segments, padding and T != S take a forward in Gluon and the Hopper backward;
-- causal: that forward serves plain causal calls too;
-- deterministic: deterministic causal calls take the Hopper kernels, whose backward then adds dQ in a fixed order.
+- plain causal or full attention in bf16 and fp16 on compute capability 9.0 and newer: PyTorch's own attention where the
+  call has no mechanism; on Hopper, causal calls take one kernel of ours each for the forward and the backward;
+  otherwise cuDNN between a prologue and an epilogue. cuDNN's backward is not deterministic; the Hopper backward adds dQ
+  in a fixed order under torch.use_deterministic_algorithms;
+- flash: every other call that the Triton kernels take (windows, segments, padding, T != S, fp32, older GPUs). On
+  Hopper, such calls in bf16 and fp16 take the Hopper backward, and causal ones with T != S and a head dim above 64 its
+  Gluon forward.
 """
 
 from __future__ import annotations
@@ -39,22 +35,8 @@ LARGE = 2**25
 CUDNN_FORWARD = 2**23
 # Whether large calls keep O in addition to their output too, for models in which many rows have a small alpha.
 KEEPS_O = os.environ.get("AFFINE_KEEP_O") == "1"
-_EXPERIMENTS = ("ranges", "causal", "deterministic")
-
-
-def read_experiments(text: str) -> frozenset[str]:
-    """The names in AFFINE_EXPERIMENTAL, which are separated by commas."""
-    names = frozenset(filter(None, (name.strip() for name in text.split(","))))
-    unknown = names - set(_EXPERIMENTS)
-    if unknown:
-        raise ValueError(
-            f"AFFINE_EXPERIMENTAL must be a list of {', '.join(_EXPERIMENTS)}, separated by commas, "
-            f"got {', '.join(map(repr, sorted(unknown)))}"
-        )
-    return names
-
-
-EXPERIMENTAL = read_experiments(os.environ.get("AFFINE_EXPERIMENTAL", ""))
+# Queries from which the Gluon forward is faster than cuDNN between a prologue and an epilogue, at head dims above 64.
+GLUON_FORWARD = 4096
 
 
 @dataclass(frozen=True)
@@ -136,14 +118,11 @@ def why_not_plain(call: AttentionCall) -> str | None:
         return f"serves plain causal and full attention only, got window = {seen.window}"
     if seen.is_causal and seen.offset != 0:
         return f"causal attention needs as many queries as keys, got T = {seen.num_queries} and S = {seen.num_keys}"
-    if torch.are_deterministic_algorithms_enabled() and not _has_ordered_backward(call):
+    if torch.are_deterministic_algorithms_enabled() and (
+        call.rows.is_plain or not seen.is_causal or why_not_hopper_backward(call) is not None
+    ):
         return "its backward is not deterministic, and torch.use_deterministic_algorithms requires that"
     return None
-
-
-def _has_ordered_backward(call: AttentionCall) -> bool:
-    """Whether the Hopper backward serves a call and may add dQ in a fixed order."""
-    return "deterministic" in EXPERIMENTAL and not call.rows.is_plain and why_not_hopper_backward(call) is None
 
 
 def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
@@ -168,35 +147,54 @@ def choose_route(call: AttentionCall, needs_gradient: bool) -> Route:
     refusals.append(f"plain causal or full attention {reason}")
     plain_rows = call.rows.alpha is None and call.rows.beta is None and call.rows.gate is None
     saves = "nothing" if not needs_gradient else "output" if plain_rows else "softmax output"
-    if "ranges" in EXPERIMENTAL:
-        reason = why_not_gluon_forward(call, needs_gradient)
-        if reason is None:
-            # A gate or a negative alpha needs lse itself (B7).
-            shift = needs_gradient and call.rows.alpha is not None and call.rows.gate is None and call.nonnegative_alpha
-            return Route("gluon", "hopper" if needs_gradient else None, saves, "; ".join(refusals), shift)
-        refusals.append(f"the Gluon kernels {reason}")
-    return Route("flash", "flash" if needs_gradient else None, saves, "; ".join(refusals))
+    reason = why_not_ranges(call, needs_gradient)
+    if reason is not None:
+        refusals.append(f"the Hopper kernels {reason}")
+        return Route("flash", "flash" if needs_gradient else None, saves, "; ".join(refusals))
+    backward = "hopper" if needs_gradient else None
+    if why_not_gluon_forward(call) is not None:
+        return Route("flash", backward, saves, "; ".join(refusals))
+    # A gate or a negative alpha needs lse itself (B7).
+    shift = needs_gradient and call.rows.alpha is not None and call.rows.gate is None and call.nonnegative_alpha
+    return Route("gluon", backward, saves, "; ".join(refusals), shift)
 
 
-def why_not_gluon_forward(call: AttentionCall, needs_gradient: bool) -> str | None:
-    """The reason why the Gluon forward and the Hopper backward cannot serve a call, None when they can."""
-    from .hopper.backward import HEAD_DIMS, why_not_here
-
-    query = call.query
-    if query.device.type != "cuda" or capability_of(query) not in HOPPER:
+def why_not_ranges(call: AttentionCall, needs_gradient: bool) -> str | None:
+    """The reason why Hopper kernels cannot serve a call with any visibility but a dense mask, None when they can."""
+    if call.query.device.type != "cuda" or capability_of(call.query) not in HOPPER:
         return "need a GPU of compute capability 9.x"
-    if query.dtype not in HALF:
-        return f"take bfloat16 and float16, got query of {query.dtype}"
-    if query.shape[-1] not in HEAD_DIMS:
-        return (
-            f"serve head dims {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} that are multiples of 8, got {query.shape[-1]}"
-        )
+    if call.query.dtype not in HALF:
+        return f"take bfloat16 and float16, got query of {call.query.dtype}"
     if call.weights != "softmax" or call.softmax_scale <= 0:
         return f"serve softmax weights with a positive softmax_scale, got {call.weights!r} and {call.softmax_scale}"
     if call.rows.has_row_sinks:
         return "take one sink per head [H], got a sink per row [B, H, T]"
-    if needs_gradient and torch.are_deterministic_algorithms_enabled():
+    if not needs_gradient:
+        return None
+    from .hopper.backward import HEAD_DIMS, why_not_here
+
+    if call.query.shape[-1] not in HEAD_DIMS:
+        return (
+            f"serve head dims {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1} that are multiples of 8, "
+            f"got {call.query.shape[-1]}"
+        )
+    if torch.are_deterministic_algorithms_enabled():
         return "have a backward that is not deterministic, and torch.use_deterministic_algorithms requires that"
+    return why_not_here()
+
+
+def why_not_gluon_forward(call: AttentionCall) -> str | None:
+    """The reason why the Gluon forward does not serve a call that other Hopper kernels serve, None when it does."""
+    from .hopper.backward import why_not_here
+    from .hopper.gluon_forward import HEAD_DIMS
+
+    seen = call.visibility
+    if capability_of(call.query) not in HOPPER:
+        return f"needs compute capability 9.x, got {capability_of(call.query) / 10}"
+    if not seen.is_causal or seen.window is not None or not seen.has_ranges_only or call.softmax_scale <= 0:
+        return "serves causal attention without windows, segments and padding, with a positive softmax_scale"
+    if call.query.shape[-1] not in HEAD_DIMS:
+        return f"serves head dims {HEAD_DIMS.start} to {HEAD_DIMS.stop - 1}, got {call.query.shape[-1]}"
     return why_not_here()
 
 
@@ -206,8 +204,7 @@ def _plain_route(call: AttentionCall, needs_gradient: bool) -> Route | str:
     if call.rows.is_plain:
         return Route("sdpa", "sdpa" if needs_gradient else None, "output", "no mechanism: PyTorch's own attention")
     forward = "hopper" if _fits_hopper_forward(call) else "cudnn"
-    is_causal = call.visibility.is_causal
-    if "causal" in EXPERIMENTAL and is_causal and why_not_gluon_forward(call, needs_gradient) is None:
+    if forward == "cudnn" and call.query.shape[2] >= GLUON_FORWARD and why_not_gluon_forward(call) is None:
         forward = "gluon"
     backward, told = None, ""
     ordered = needs_gradient and torch.are_deterministic_algorithms_enabled()
@@ -330,7 +327,7 @@ class Plan:
 
     def run_forward(self, inputs: list[Tensor | None]) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(out, softmax output, lse, state): what the route does not save, or keeps elsewhere, is None."""
-        return self.forward(*(inputs if self.route.forward in ("flash", "gluon") else inputs[:7]))
+        return self.forward(*(inputs if self.route.forward == "flash" else inputs[:7]))
 
     def run_backward(
         self,

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ...call import CallSpec
 from ..plan import WEIGHTS
-from ..shared import value_sums
+from ..shared import row_sums, value_sums
 from ..shared.allocation import like
 from ..shared.descriptors import query_section, tile_descriptor
 from ..shared.launch import Launch, LaunchSet, Slot
 from ..shared.limits import limit_arrays, limit_launches
-from ..shared.rule import is_causal_only, make_rule, sums_are_prefixes
+from ..shared.row_sums import load_row_sums
+from ..shared.rule import is_causal_only, make_rule
 from ..shared.tile_functions import (
     FULL,
     GRID_NUMBERS,
@@ -36,13 +37,12 @@ from ..shared.tile_functions import (
     span_phase,
     start_softmax,
     store_tile,
-    sum_full_tiles,
     zero_nonfinite,
 )
 from ..shared.tile_sizes import Config
 from ..shared.tuned import chosen_config
 from ..shared.value_sums import padded
-from ..shared.workspace import Workspace
+from ..shared.workspace import Arrays, Workspace
 
 PRECISION = "ieee"  # tf32 would reduce the precision of fp32 calls
 (QUERY, KEY, VALUE, ALPHA, BETA, SINK, GATE, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_MASK, OUT, CORE, NUM_TENSORS) = range(13)
@@ -92,23 +92,9 @@ def _softmax_step(
     return output, new_max, row_sum
 
 
-@triton.jit
-def _sum_masked_tile(
-    value_sum, v_desc, tile, batch, kv_head, queries, rule,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, UNSEEN: tl.constexpr,
-):  # fmt: skip
-    """F8 for one masked tile of keys: adds the values that each row sees."""
-    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    weights = mask_pairs(tl.full([queries.shape[0], BLOCK_N], 1.0, tl.float32), 0.0, queries, keys, batch, rule)
-    v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
-    if UNSEEN:
-        v = zero_nonfinite(v)
-    return tl.dot(weights.to(v.dtype), v, value_sum, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=GRID_NUMBERS)
 def _forward_kernel(
-    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, sums,
+    q_desc, k_desc, v_desc, gate_desc, alpha, alpha_strides, beta, beta_strides, sink, sink_strides, row_sums,
     out, out_strides, softmax_out, softmax_strides, lse, rule, scale_log2,
     num_heads, num_kv_heads, num_programs, section,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -116,7 +102,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """F1 to F8. One program owns BLOCK_M queries of one head; writes out, the softmax output and lse (in log2).
 
-    fp32 sums. `softmax_out` is None if it equals `out` or is not saved.
+    fp32 sums. `softmax_out` is None if it equals `out` or is not saved. `row_sums` are the sums of v of every row.
     """
     num_blocks = tl.cdiv(rule.num_queries, BLOCK_M)
     block, batch_head = scheduled_block(tl.program_id(0), num_blocks, num_programs, section, LONGEST_LAST=True)
@@ -155,20 +141,9 @@ def _forward_kernel(
     if alpha is not None:
         output *= load_row_scalars(alpha, alpha_strides, batch, head, queries, rule.num_queries)[:, None]
     if beta is not None:
-        prefix: tl.constexpr = (rule.back is None) and (rule.limits is None)
-        of_full = sum_full_tiles(
-            sums, span, batch, kv_head, num_kv_heads, tl.cdiv(rule.num_keys, BLOCK_N), HEAD_DIM, BLOCK_D, prefix
-        )[None, :]
-        # The masked tiles are read again: in the loop above, their sums would need the registers of a second output.
-        value_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + of_full
-        for phase in tl.static_range(1, 3):
-            begin, end = span_phase(span, phase)
-            if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
-                for tile in tl.range(begin, end, num_stages=1):
-                    value_sum = _sum_masked_tile(
-                        value_sum, v_desc, tile, batch, kv_head, queries, rule, BLOCK_N, BLOCK_D, PRECISION,
-                        has_unseen_keys(rule, phase),
-                    )  # fmt: skip
+        value_sum = load_row_sums(
+            row_sums, batch * num_kv_heads + kv_head, queries, rule.num_queries, HEAD_DIM, BLOCK_D
+        )
         output += load_row_scalars(beta, beta_strides, batch, head, queries, rule.num_queries)[:, None] * value_sum
     if gate_desc is not None:
         output *= load_tile(gate_desc, batch, head, block * BLOCK_M, BLOCK_M, BLOCK_D).to(tl.float32)
@@ -192,15 +167,16 @@ class FlashForward:
         self.keeps_core, self.device, self.new_out = keeps_core, query.get_device(), like(query)
         self.state = Workspace(flash_state(call, sizes), query.device)
         rule = flash_rule(call, self.state)
-        # With beta, the sums of v in masked tiles need the registers that a wider tile would use.
-        config = size_of("causal" if beta is None and is_causal_only(rule) else "forward", call, sizes)
-        table = Slot(NUM_TENSORS + self.state.index("table")) if beta is not None else None
+        config = size_of("causal" if is_causal_only(rule) else "forward", call, sizes)
         launches = limit_launches(rule, batch)
-        if table is not None:
-            launches += value_sums.sum_launches(
-                value.shape, value.stride(), Slot(VALUE), table, block=config.block_n,
-                scans=sums_are_prefixes(rule),
-            )  # fmt: skip
+        arrays: Arrays = {}
+        sums = None
+        if beta is not None:
+            table, sums = Slot(NUM_TENSORS + self.state.index("table")), Slot(NUM_TENSORS + len(self.state.arrays))
+            arrays["row sums"] = (row_sums.row_sums_shape(query.shape, value.shape), torch.float32)
+            block = size_of("forward", call, sizes).block_n
+            launches += row_sums.row_sum_launches(value, Slot(VALUE), table, sums, rule, block)
+        self.workspace = Workspace(arrays, query.device)
         out_strides = query.fresh_strides
         programs = batch * heads
         launches.append(Launch(
@@ -212,7 +188,7 @@ class FlashForward:
                 None if alpha is None else Slot(ALPHA), None if alpha is None else alpha.stride(),
                 None if beta is None else Slot(BETA), None if beta is None else beta.stride(),
                 None if sink is None else Slot(SINK), call.rows.sink_strides,
-                table,
+                sums,
                 Slot(OUT), out_strides, Slot(CORE) if keeps_core else None, out_strides if keeps_core else None,
                 Slot(NUM_TENSORS), rule, call.softmax_scale * LOG2E.value, heads, key.shape[1], programs,
                 query_section(query, key), config.block_m, config.block_n, dim, padded(dim), PRECISION,
@@ -220,21 +196,21 @@ class FlashForward:
             ),
             **config.options,
         ))  # fmt: skip
-        self.launches = LaunchSet({"forward": launches}, self.state)
+        self.launches = LaunchSet({"forward": launches}, self.state, self.workspace)
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """`inputs` are query, key, value, alpha, beta, sink, gate, query segments, key segments and the key mask."""
         out = self.new_out()
         core = self.new_out() if self.keeps_core else None
         state = self.state.new()
-        values = self.launches.values((*inputs, out, core), state)
+        values = self.launches.values((*inputs, out, core), state, self.workspace.new())
         self.launches.run("forward", values, self.device)
         return out, core, None, state
 
 
-def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def flash_state(call: CallSpec, sizes: dict[str, Config] | None) -> Arrays:
     """The state saved for the backward: lse [B, H, T], the table of the sums of v over the tiles, and the limits."""
-    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"lse": (call.query.shape[:3], torch.float32)}
+    arrays: Arrays = {"lse": (call.query.shape[:3], torch.float32)}
     if call.rows.beta is not None:
         block = size_of("forward", call, sizes).block_n
         arrays["table"] = (value_sums.table_shape(call.value.shape, block), torch.float32)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
 from ..projection import ProjectionSpec, backward_launches
-from ..shared import value_sums
+from ..shared import row_sums, value_sums
 from ..shared.allocation import Allocate, contiguous, like
 from ..shared.descriptors import tile_descriptor
 from ..shared.launch import ALIGNMENT, Descriptor, Launch, LaunchSet, Slot
@@ -130,9 +130,10 @@ class HopperBackward:
         self.allocators = self._allocators(core, sink)
         slots = {name: Slot(num_tensors + n) for n, name in enumerate((*state.arrays, *self.workspace.arrays))}
         lse_slot, table, marks = state_slots(state, num_tensors)
-        if "sums" in arrays:
-            table = slots["sums"]
-            preparation += value_sums.sum_launches(value.shape, value.stride(), Slot(VALUE), table, scans=False)
+        if "row_sums" in arrays:
+            assert self.rule is not None
+            table = slots["row_sums"]
+            preparation += row_sums.row_sum_launches(value, Slot(VALUE), slots["sums"], table, self.rule)
         if projection is None:
             given = {"alpha": ALPHA, "beta": BETA, "grad_alpha": DALPHA, "grad_beta": DBETA}
             slots |= {name: Slot(at) for name, at in given.items()}
@@ -222,8 +223,10 @@ class HopperBackward:
         }
         if beta is not None:
             arrays["later"] = (self._later_shape(), torch.float32)
-            if self.lse_in_log2:  # the table of the flash forward has other blocks
-                arrays["sums"] = (value_sums.table_shape(self.call.value.shape), torch.float32)
+            if not is_plain_causal(self.call):
+                value = self.call.value
+                arrays["sums"] = (value_sums.table_shape(value.shape, row_sums.BLOCK), torch.float32)
+                arrays["row_sums"] = (row_sums.row_sums_shape(query.shape, value.shape), torch.float32)
         if self.projection is not None:
             rows = self.projection.row_arrays
             arrays |= {f"grad_{name}": rows[name] for name in ("alpha", "beta") if name in rows}
@@ -251,7 +254,7 @@ class HopperBackward:
         batch, heads, length, dim = query.shape
         programs = batch * self.groups * self.blocks
         zeroed = math.prod(self.workspace.arrays["dq_sums"][0])
-        elements = ELEMENTS_WITHOUT_GATE if gate is None and self.rule is None else ELEMENTS
+        elements = ELEMENTS_WITHOUT_GATE if gate is None else ELEMENTS
         grad_gate_strides = (0, 0, 0) if gate is None else gate.fresh_strides[:3]
         table_length = 0 if beta is None else value_sums.table_shape(value.shape)[2]
         return Launch(

@@ -1,4 +1,4 @@
-"""Computes F1 to F8 in one warp-specialised Gluon kernel on Hopper, for every visibility but dense masks.
+"""Computes F1 to F8 in one warp-specialised Gluon kernel on Hopper, for full and causal attention, T != S included.
 
 A CTA processes blocks of 64 * CONSUMERS queries of one head. Each consumer is a warp group that owns 64 of the queries.
 One warp loads queries, keys and values by TMA; K and V pass through rings of STAGES tiles. In every step a consumer
@@ -6,14 +6,10 @@ issues the scores of tile t and the output of tile t - 1, and computes the softm
 
 S_t = Q K_t^T      O += P_{t-1} V_{t-1}      P_t = exp2(S_t * scale_log2 - max)      O *= exp2(old max - max)
 
-Tiles are visited from the last one to the first; `query_span` says which of them need a mask. The sums of v (F8) are
-not part of this loop, where they would need the registers of a second output. The epilogue adds rows of the table of
-block sums for the keys that all 64 queries see, and one MMA with the mask for every other 64 keys. It applies sink,
-alpha, beta and gate as well.
-
-Values of masked keys may be NaN, and 0 times NaN is NaN. In calls with windows, segments or padding (CHECKS) two more
-warps replace non-finite values of masked tiles in shared memory before the consumers read them. The scores of such
-keys become NaN instead, so that exactly the rows that see them are NaN.
+Tiles are visited from the last one to the first; `positions_span` says which of them need a mask. The sums of v (F8)
+are not part of this loop, where they would need the registers of a second output. The epilogue reads a row of the table
+of block sums for the keys that all 64 queries see, and multiplies every other tile of 64 keys with its mask. It applies
+sink, alpha, beta and gate as well.
 
 The grid may be smaller than the number of blocks: a CTA then continues with another block, whose tiles are loaded while
 the epilogue of the previous one runs.
@@ -35,13 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..shared.tile_functions import GRID_NUMBERS
 from .backward_kernels import barrier
 from .recompute_kernels import cancellation_marks as triton_marks
-from .visible_tiles import finite_or_zero, mask_pairs, query_span, row_limits, scheduled_block
+from .visible_tiles import mask_pairs, positions_span, row_limits, scheduled_block
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROWS = tl.constexpr(64)  # queries of a consumer, and keys of a tile of the sums
 SUM_ROWS = tl.constexpr(16)  # rows per load of the table
-CHECKERS = tl.constexpr(2)  # warps that check values
-CHECKED = tl.constexpr(16)  # rows of values that they replace at a time
 
 cancellation_marks = gluon.jit(triton_marks.fn)
 
@@ -55,32 +49,30 @@ def _place(work, rule, num_heads, num_kv_heads, num_slots, section, BLOCK_M: gl.
 
 
 @gluon.jit
-def _tiles(block, batch, rule, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(number of tiles, the last tile, masked tiles at the end, tiles without a mask) of a block; at least one tile."""
-    num_blocks = gl.cdiv(rule.num_queries, BLOCK_M)
-    span = query_span(block, num_blocks, batch.to(gl.int64), rule, ranges, BLOCK_M, BLOCK_N)
-    start = gl.minimum(span[0], gl.cdiv(rule.num_keys, BLOCK_N) - 1)
-    stop = gl.maximum(span[3], start + 1)
-    full_stop = gl.minimum(gl.maximum(span[2], start), stop)
-    full_start = gl.minimum(gl.maximum(span[1], start), full_stop)
-    return stop - start, stop - 1, stop - full_stop, full_stop - full_start
+def _tiles(block, rule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(number of tiles, the last tile, masked tiles at the end) of a block; at least one tile. The others have no mask.
+
+    Without windows and padding the tiles start at key 0.
+    """
+    span = positions_span(block, rule, BLOCK_M, BLOCK_N)
+    stop = gl.maximum(span[3], 1)
+    return stop, stop - 1, stop - span[2]
 
 
 @gluon.jit
 def _load_tiles(
-    q_desc, k_desc, v_desc, tiles, barriers, v_loaded, ranges, rule, grid,
+    q_desc, k_desc, v_desc, tiles, barriers, rule, grid,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp loads the queries of each block, then its keys and values, tile by tile."""
     q_smem, k_smem, v_smem = tiles[0], tiles[1], tiles[2]
-    q_full, q_empty, k_full, k_empty, v_empty = barriers[0], barriers[1], barriers[2], barriers[3], barriers[5]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
     num_works, num_heads, num_kv_heads, num_slots, section = grid
     n = 0
     nth = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         block, batch, head, kv_head = _place(work, rule, num_heads, num_kv_heads, num_slots, section, CONSUMERS * ROWS)
-        span = _tiles(block, batch, rule, ranges, CONSUMERS * ROWS, BLOCK_N)
-        total, last = span[0], span[1]
+        total, last, _ = _tiles(block, rule, CONSUMERS * ROWS, BLOCK_N)
         mbarrier.wait(q_empty, (nth & 1) ^ 1)
         mbarrier.expect(q_full, CONSUMERS * q_desc.block_type.nbytes)
         for consumer in gl.static_range(CONSUMERS):
@@ -91,7 +83,7 @@ def _load_tiles(
             phase = ((n // STAGES) & 1) ^ 1
             row = (last - t) * BLOCK_N
             k_ready = k_full.index(stage)
-            v_ready = v_loaded.index(stage)
+            v_ready = v_full.index(stage)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_ready, k_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_ready, k_smem.index(stage))
@@ -103,71 +95,13 @@ def _load_tiles(
 
 
 @gluon.jit
-def _are_finite(v, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Whether a tile of values has neither NaN nor infinity, whatever the order of its elements in shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [CHECKERS], [0])
-    CHUNK: gl.constexpr = CHECKERS * 256
-    flat = v._reinterpret(v.dtype, [BLOCK_N * BLOCK_D // CHUNK, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Finite values times 0 add 0; NaN and infinity times 0 are NaN, which stays.
-    zeros = gl.zeros([CHUNK], gl.float32, layout)
-    for chunk in range(BLOCK_N * BLOCK_D // CHUNK):
-        zeros += flat.index(chunk).load(layout).to(gl.float32) * 0.0
-    return gl.sum(zeros, 0) == 0.0
-
-
-@gluon.jit
-def _check_values(
-    tiles, barriers, v_loaded, ranges, rule, grid,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Two warps pass the tiles of values on to the consumers, masked tiles with finite values only.
-
-    bad_smem [STAGES, BLOCK_N]: NaN for keys with a value that was not finite, else 0; written for masked tiles.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [CHECKERS, 1], [1, 0])
-    key_layout: gl.constexpr = gl.BlockedLayout([1], [32], [CHECKERS], [0])
-    v_smem, bad_smem, v_full = tiles[2], tiles[4], barriers[4]
-    num_works, num_heads, num_kv_heads, num_slots, section = grid
-    n = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        place = _place(work, rule, num_heads, num_kv_heads, num_slots, section, CONSUMERS * ROWS)
-        span = _tiles(place[0], place[1], rule, ranges, CONSUMERS * ROWS, BLOCK_N)
-        total, masked, full = span[0], span[2], span[3]
-        for t in range(total):
-            stage = n % STAGES
-            mbarrier.wait(v_loaded.index(stage), (n // STAGES) & 1)
-            # The consumers process the first tile as a masked one, whatever it is.
-            if (t == 0) | (t < masked) | (t >= masked + full):
-                bad = bad_smem.index(stage)
-                if _are_finite(v_smem.index(stage), BLOCK_N, BLOCK_D):
-                    bad.store(gl.zeros([BLOCK_N], gl.float32, key_layout))
-                else:
-                    v = v_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-                    for chunk in gl.static_range(BLOCK_N // CHECKED):
-                        part = v.slice(chunk * CHECKED, CHECKED)
-                        values = part.load(layout)
-                        bad.slice(chunk * CHECKED, CHECKED).store(gl.sum(values.to(gl.float32) * 0.0, 1))
-                        barrier()
-                        part.store(finite_or_zero(values))
-                fence_async_shared()
-            barrier()
-            mbarrier.arrive(v_full.index(stage), count=1)
-            n += 1
-
-
-@gluon.jit
 def _softmax(
-    scores, row_max, row_sum, queries, first_key, batch, rule, bad, scale_log2,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CHECKS: gl.constexpr,
+    scores, row_max, row_sum, queries, first_key, batch, rule, scale_log2,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """F1, F2 for one tile: (P, the factor for earlier tiles, largest score, sum), in units of log2.
-
-    `bad`: NaN or 0 for every key of a MASKED tile.
-    """
+    """F1, F2 for one tile: (P, the factor for earlier tiles, largest score, sum), in units of log2."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     if MASKED:
-        if CHECKS:
-            scores += bad.load(gl.SliceLayout(0, layout))[None, :]
         keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         scores = mask_pairs(scores, float("-inf"), queries, keys, batch.to(gl.int64), rule, False)
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
@@ -182,16 +116,12 @@ def _softmax(
 
 @gluon.jit
 def _step(
-    t, n, nth, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, CHECKS: gl.constexpr, TAKES_TURNS: gl.constexpr,
+    t, n, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The scores and the softmax of tile t, and the output of tile t - 1.
-
-    `n` and `nth` count the tiles and the blocks before this block.
-    """
-    q_smem, k_smem, v_smem, bad_smem = tiles[0], tiles[1], tiles[2], tiles[4]
-    k_full, k_empty, v_full, v_empty, turn = barriers[2], barriers[3], barriers[4], barriers[5], barriers[7]
+    """The scores and the softmax of tile t, and the output of tile t - 1. `n` counts the tiles before this block."""
+    q_smem, k_smem, v_smem, _ = tiles
+    _, _, k_full, k_empty, v_full, v_empty, _ = barriers
     dtype: gl.constexpr = k_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -202,27 +132,15 @@ def _step(
     k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
     v = v_smem.index(before).reshape([BLOCK_N, BLOCK_D])
     mbarrier.wait(k_full.index(stage), phase)
-    if TAKES_TURNS:
-        # The MMAs of one consumer overlap the softmax of another one. A block has one turn less than tiles.
-        nth_turn = n - nth + t - 1
-        if CONSUMER == 0:
-            mbarrier.wait(turn.index(0), (nth_turn & 1) ^ 1)
-        else:
-            mbarrier.wait(turn.index(CONSUMER), nth_turn & 1)
     scores = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
     scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((n + t - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
-    if TAKES_TURNS:
-        mbarrier.arrive(turn.index((CONSUMER + 1) % CONSUMERS), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if MASKED and CHECKS:
-        mbarrier.wait(v_full.index(stage), phase)
     new_p, rescale, row_max, row_sum = _softmax(
-        scores, row_max, row_sum, queries, (last - t) * BLOCK_N, batch, rule, bad_smem.index(stage), scale_log2,
-        BLOCK_N, MASKED, CHECKS,
-    )  # fmt: skip
+        scores, row_max, row_sum, queries, (last - t) * BLOCK_N, batch, rule, scale_log2, BLOCK_N, MASKED
+    )
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
@@ -231,21 +149,14 @@ def _step(
 
 
 @gluon.jit
-def _masked_sum_tile(n, span):
-    """The n-th tile of a span that has a mask: those after the tiles without one come first."""
-    return gl.where(n < span[3] - span[2], span[2] + n, span[0] + n - (span[3] - span[2]))
-
-
-@gluon.jit
 def _sum_of_full_tiles(
-    table, span, batch, kv_head, rule, num_kv_heads, table_length,
+    table, stop, batch, kv_head, num_kv_heads, table_length,
     HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, TABLE_BLOCK: gl.constexpr, SCANNED: gl.constexpr,
 ):  # fmt: skip
-    """F8's sum over the keys that all queries of a consumer see, from the table: [BLOCK_D] in fp32."""
+    """F8's sum over the tiles of 64 keys before `stop`, from the table: [BLOCK_D] in fp32."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    PARTS: gl.constexpr = ROWS // TABLE_BLOCK
     table += (batch * num_kv_heads + kv_head).to(gl.int64) * table_length * HEAD_DIM
-    last = gl.minimum(span[2] * PARTS, table_length - 1)
+    last = gl.minimum(stop * (ROWS // TABLE_BLOCK), table_length - 1)
     if SCANNED:
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, acc_layout))
         total = gl.load(table + last * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)
@@ -254,7 +165,7 @@ def _sum_of_full_tiles(
         rows = gl.arange(0, SUM_ROWS, gl.SliceLayout(1, layout))
         columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
         sums = gl.zeros([SUM_ROWS, BLOCK_D], gl.float32, layout)
-        for first in range(span[1] * PARTS + 1, last + 1, SUM_ROWS):
+        for first in range(1, last + 1, SUM_ROWS):
             inside = (first + rows <= last)[:, None] & (columns < HEAD_DIM)[None, :]
             at = (first + rows)[:, None] * HEAD_DIM + columns[None, :]
             sums += gl.load(table + at, mask=inside, other=0.0)
@@ -274,17 +185,17 @@ def _store_rows(desc, tile, o_smem, batch, head, row):
 
 @gluon.jit
 def _attend(
-    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, ranges, sum_ranges, rule, grid,
+    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, rule, grid,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr, TABLE_BLOCK: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr,
-    SCANNED: gl.constexpr, CHECKS: gl.constexpr, TAKES_TURNS: gl.constexpr,
+    SCANNED: gl.constexpr,
 ):  # fmt: skip
     """Four warps compute the output of 64 queries of each block."""
     sum_desc, out_desc, core_desc = descriptors
     gate, alpha, beta, sink, table, lse, marks = rows
     alpha_strides, beta_strides, gate_strides = strides
-    q_smem, k_smem, v_smem, o_smem, bad_smem = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full = barriers[:7]
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full = barriers
     num_works, num_heads, num_kv_heads, num_slots, section = grid
     dtype: gl.constexpr = k_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -299,20 +210,17 @@ def _attend(
     num_loaded = 0  # tiles of the sums
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         block, batch, head, kv_head = _place(work, rule, num_heads, num_kv_heads, num_slots, section, CONSUMERS * ROWS)
-        total, last, masked, full = _tiles(block, batch, rule, ranges, CONSUMERS * ROWS, BLOCK_N)
+        total, last, masked = _tiles(block, rule, CONSUMERS * ROWS, BLOCK_N)
         first_row = (block * CONSUMERS + CONSUMER) * ROWS
         queries = first_row + gl.arange(0, ROWS, row_layout)
         tma.store_wait(0)
         barrier()  # the staging tile is free
         if beta is not None:
-            sum_span = query_span(
-                block * CONSUMERS + CONSUMER, gl.cdiv(rule.num_queries, CONSUMERS * ROWS) * CONSUMERS,
-                batch.to(gl.int64), rule, sum_ranges, ROWS, ROWS,
-            )  # fmt: skip
-            num_sums = sum_span[1] - sum_span[0] + sum_span[3] - sum_span[2]
+            sum_span = positions_span(block * CONSUMERS + CONSUMER, rule, ROWS, ROWS)
+            num_sums = sum_span[3] - sum_span[2]
             mbarrier.expect(own_full, sum_desc.block_type.nbytes, pred=num_sums > 0)
             tma.async_copy_global_to_shared(
-                sum_desc, [batch, kv_head, _masked_sum_tile(0, sum_span) * ROWS, 0], own_full, own, pred=num_sums > 0
+                sum_desc, [batch, kv_head, sum_span[2] * ROWS, 0], own_full, own, pred=num_sums > 0
             )
 
         # The first tile
@@ -325,35 +233,24 @@ def _attend(
         scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if CHECKS:
-            mbarrier.wait(v_full.index(stage), (n // STAGES) & 1)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         row_sum = gl.zeros([ROWS], gl.float32, row_layout)
         p, rescale, row_max, row_sum = _softmax(
-            scores, row_max, row_sum, queries, last * BLOCK_N, batch, rule, bad_smem.index(stage), scale_log2,
-            BLOCK_N, True, CHECKS,
-        )  # fmt: skip
+            scores, row_max, row_sum, queries, last * BLOCK_N, batch, rule, scale_log2, BLOCK_N, True
+        )
         p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout, 2))
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
 
-        # Masked tiles after those without a mask, tiles without a mask, masked tiles before them.
         for t in range(1, masked):
             acc, p, row_max, row_sum = _step(
-                t, n, nth, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
-                CONSUMER, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, True, CHECKS, TAKES_TURNS,
+                t, n, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
+                CONSUMER, BLOCK_N, BLOCK_D, STAGES, True,
             )  # fmt: skip
-        for t in range(gl.maximum(masked, 1), masked + full):
+        for t in range(gl.maximum(masked, 1), total):
             acc, p, row_max, row_sum = _step(
-                t, n, nth, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
-                CONSUMER, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, False, CHECKS, TAKES_TURNS,
+                t, n, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
+                CONSUMER, BLOCK_N, BLOCK_D, STAGES, False,
             )  # fmt: skip
-        if CHECKS:
-            # Only windows, segments and padding have masked tiles before those without a mask.
-            for t in range(gl.maximum(masked + full, 1), total):
-                acc, p, row_max, row_sum = _step(
-                    t, n, nth, last, acc, p, row_max, row_sum, queries, batch, rule, scale_log2, tiles, barriers,
-                    CONSUMER, CONSUMERS, BLOCK_N, BLOCK_D, STAGES, True, CHECKS, TAKES_TURNS,
-                )  # fmt: skip
         mbarrier.arrive(q_empty, count=1)
         n += total
         nth += 1  # noqa: SIM113
@@ -388,29 +285,26 @@ def _attend(
             row_alpha = gl.load(at + queries.to(gl.int64) * alpha_strides[2], mask=inside, other=0.0).to(gl.float32)
             if SHIFT:
                 row_lse -= gl.where(sees, gl.log(row_alpha), 0.0)
+        if beta is not None:
+            of_full = _sum_of_full_tiles(
+                table, sum_span[2], batch, kv_head, num_kv_heads, table_length, HEAD_DIM, BLOCK_D, TABLE_BLOCK, SCANNED
+            )
+            at = beta + batch.to(gl.int64) * beta_strides[0] + head.to(gl.int64) * beta_strides[1]
+            row_beta = gl.load(at + acc_queries.to(gl.int64) * beta_strides[2], mask=acc_inside, other=0.0)
         gl.store(lse + row_offsets, row_lse, mask=inside)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_empty.index(stage), count=1)
         acc = gl.where(of_acc[:, None], acc * factor[:, None], 0.0)
 
         if beta is not None:
-            # F8: first the MMAs with masks, because the staging tile holds their values.
-            value_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout)
+            # F8: the staging tile holds the values of tiles with a mask.
+            value_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, acc_layout) + of_full[None, :]
             sum_queries = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout))
             for at_sum in range(num_sums):
-                tile = _masked_sum_tile(at_sum, sum_span)
+                tile = sum_span[2] + at_sum
                 mbarrier.wait(own_full, num_loaded & 1)
                 num_loaded += 1
                 values = own.reshape([ROWS, BLOCK_D])
-                if CHECKS:
-                    layout: gl.constexpr = gl.BlockedLayout(
-                        [1, 8], [32 // (BLOCK_D // 8), BLOCK_D // 8], [4, 1], [1, 0]
-                    )
-                    finite = finite_or_zero(values.load(layout))
-                    barrier()
-                    values.store(finite)
-                    fence_async_shared()
-                    barrier()
                 keys = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, sum_layout))
                 weights = gl.full([ROWS, ROWS], 1.0, gl.float32, sum_layout)
                 weights = mask_pairs(weights, 0.0, sum_queries, keys, batch.to(gl.int64), rule, False)
@@ -419,13 +313,8 @@ def _attend(
                 more = at_sum + 1 < num_sums
                 mbarrier.expect(own_full, sum_desc.block_type.nbytes, pred=more)
                 tma.async_copy_global_to_shared(
-                    sum_desc, [batch, kv_head, _masked_sum_tile(at_sum + 1, sum_span) * ROWS, 0], own_full, own,
-                    pred=more,
-                )  # fmt: skip
-            value_sum += _sum_of_full_tiles(
-                table, sum_span, batch, kv_head, rule, num_kv_heads, table_length, HEAD_DIM, BLOCK_D, TABLE_BLOCK,
-                SCANNED,
-            )[None, :]  # fmt: skip
+                    sum_desc, [batch, kv_head, (tile + 1) * ROWS, 0], own_full, own, pred=more
+                )
         if core_desc is not None:
             _store_rows(core_desc, acc, own, batch, head, first_row)
             tma.store_wait(0)
@@ -435,8 +324,6 @@ def _attend(
         if marks is not None:
             of_softmax = gl.sum(acc * acc, 1)
         if beta is not None:
-            at = beta + batch.to(gl.int64) * beta_strides[0] + head.to(gl.int64) * beta_strides[1]
-            row_beta = gl.load(at + acc_queries.to(gl.int64) * beta_strides[2], mask=acc_inside, other=0.0)
             acc += row_beta.to(gl.float32)[:, None] * value_sum
         if marks is not None:
             of_output = gl.sum(acc * acc, 1)
@@ -458,25 +345,22 @@ def _attend(
 @gluon.jit(do_not_specialize=[*GRID_NUMBERS[:2], "num_slots", "section", "num_works"])
 def attend_kernel(
     q_desc, k_desc, v_desc, sum_desc, out_desc, core_desc, gate, alpha, beta, sink, table, lse, marks,
-    ranges, sum_ranges, rule, alpha_strides, beta_strides, gate_strides, table_length, scale_log2,
+    rule, alpha_strides, beta_strides, gate_strides, table_length, scale_log2,
     num_works, num_heads, num_kv_heads, num_slots, section,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr,
     TABLE_BLOCK: gl.constexpr, STAGES: gl.constexpr, SHIFT: gl.constexpr, SCANNED: gl.constexpr,
-    CHECKS: gl.constexpr, TAKES_TURNS: gl.constexpr, REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """F1 to F8. A CTA owns every gridDim-th of `num_works` blocks of 64 * CONSUMERS queries; writes out, O and lse.
 
     core_desc is None if O is not saved, or is the output. With SHIFT lse - log(alpha) is written (B7). `marks`
-    [B, H, T], if not None, is set to 1 for rows in which O is lost to cancellation. `ranges` and `sum_ranges` are the
-    spans of blocks of 64 * CONSUMERS and of 64 queries (None without segments and padding). num_slots is B * H. fp32
-    sums.
+    [B, H, T], if not None, is set to 1 for rows in which O is lost to cancellation. num_slots is B * H. fp32 sums.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], out_desc.layout)
-    bad_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -484,10 +368,6 @@ def attend_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     o_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    v_loaded = v_full
-    if CHECKS:
-        v_loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONSUMERS)
     for stage in gl.static_range(STAGES):
@@ -495,58 +375,27 @@ def attend_kernel(
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-        if CHECKS:
-            mbarrier.init(v_loaded.index(stage), count=1)
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(o_full.index(consumer), count=1)
-        mbarrier.init(turn.index(consumer), count=1)
 
     descriptors = (sum_desc, out_desc, core_desc)
     rows = (gate, alpha, beta, sink, table, lse, marks)
     strides = (alpha_strides, beta_strides, gate_strides)
-    tiles = (q_smem, k_smem, v_smem, o_smem, bad_smem)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full, turn)
+    tiles = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, o_full)
     grid = (num_works, num_heads, num_kv_heads, num_slots, section)
-    if CHECKS:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, ranges, sum_ranges, rule,
-                    grid, 0, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED, CHECKS,
-                    TAKES_TURNS,
-                )),
-                (_attend, (
-                    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, ranges, sum_ranges, rule,
-                    grid, 1, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED, CHECKS,
-                    TAKES_TURNS,
-                )),
-                (_load_tiles, (
-                    q_desc, k_desc, v_desc, tiles, barriers, v_loaded, ranges, rule, grid, CONSUMERS, BLOCK_N, STAGES,
-                )),
-                (_check_values, (
-                    tiles, barriers, v_loaded, ranges, rule, grid, CONSUMERS, BLOCK_N, BLOCK_D, STAGES,
-                )),
-            ],
-            [4, 1, CHECKERS],
-            [REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (
-                    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, ranges, sum_ranges, rule,
-                    grid, 0, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED, CHECKS,
-                    TAKES_TURNS,
-                )),
-                (_attend, (
-                    descriptors, rows, strides, table_length, scale_log2, tiles, barriers, ranges, sum_ranges, rule,
-                    grid, 1, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED, CHECKS,
-                    TAKES_TURNS,
-                )),
-                (_load_tiles, (
-                    q_desc, k_desc, v_desc, tiles, barriers, v_loaded, ranges, rule, grid, CONSUMERS, BLOCK_N, STAGES,
-                )),
-            ],
-            [4, 1],
-            [REGISTERS, WORKER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_attend, (
+                descriptors, rows, strides, table_length, scale_log2, tiles, barriers, rule, grid,
+                0, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED,
+            )),
+            (_attend, (
+                descriptors, rows, strides, table_length, scale_log2, tiles, barriers, rule, grid,
+                1, CONSUMERS, BLOCK_N, HEAD_DIM, BLOCK_D, TABLE_BLOCK, STAGES, SHIFT, SCANNED,
+            )),
+            (_load_tiles, (q_desc, k_desc, v_desc, tiles, barriers, rule, grid, CONSUMERS, BLOCK_N, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, WORKER_REGISTERS],
+    )  # fmt: skip

@@ -14,17 +14,6 @@ mask_pairs = gluon.jit(tile_functions.mask_pairs.fn)
 positions_span = gluon.jit(tile_functions.query_positions_span.fn)
 row_limits = gluon.jit(tile_functions.row_limits.fn)
 scheduled_block = gluon.jit(tile_functions.scheduled_block.fn)
-stored_span = gluon.jit(tile_functions.stored_span.fn)
-
-
-@gluon.jit
-def query_span(block, num_blocks, batch, rule, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The tiles of BLOCK_N keys that a block of BLOCK_M queries visits. `ranges` come from `query_ranges_kernel`."""
-    if rule.limits is None:
-        span = positions_span(block, rule, BLOCK_M, BLOCK_N)
-    else:
-        span = stored_span(ranges, block, num_blocks, batch)
-    return span
 
 
 @gluon.jit

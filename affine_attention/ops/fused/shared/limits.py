@@ -15,7 +15,7 @@ import triton.language as tl
 from ...visibility import Visibility
 from .launch import Launch, Slot
 from .rule import depends_on_data
-from .tile_functions import Rule, mask_segments, one_run, query_span
+from .tile_functions import Rule, mask_segments, one_run
 from .tile_sizes import Config
 from .workspace import Arrays
 
@@ -43,25 +43,6 @@ def limit_launches(rule: Rule, batch: int) -> list[Launch]:
     num_blocks = -(-rule.num_queries // BLOCK)
     steps = int(rule.num_keys).bit_length()
     return [Launch(limits_kernel, (batch, num_blocks), (rule, steps, BLOCK, CHUNK, COMPARED), num_warps=4)]
-
-
-def query_ranges(
-    rule: Rule, batch: int, configs: list[tuple[int, int, int]], first_slot: int
-) -> tuple[Arrays, list[Launch]]:
-    """The tiles of keys that blocks of queries visit: (number of blocks, queries of a block, keys of a tile) each.
-
-    The arrays are at the slots from `first_slot` on, in the order of `configs`. Kernels that cannot reduce over the
-    limits of a block themselves read them. Blocks beyond the last query visit no tile.
-    """
-    if rule.limits is None:
-        return {}, []
-    arrays: Arrays = {}
-    launches = []
-    for n, (num_blocks, block_m, block_n) in enumerate(configs):
-        arrays[f"query ranges {block_m} {block_n}"] = ((batch, num_blocks, 4), torch.int32)
-        arguments = (rule, Slot(first_slot + n), block_m, block_n)
-        launches.append(Launch(query_ranges_kernel, (batch, num_blocks), arguments, num_warps=1))
-    return arrays, launches
 
 
 def key_ranges(rule: Rule, batch: int, config: Config, first_slot: int) -> tuple[Arrays, Slot | None, list[Launch]]:
@@ -159,15 +140,6 @@ def limits_kernel(rule, steps, BLOCK: tl.constexpr, CHUNK: tl.constexpr, COMPARE
     tl.store(at, low, mask=queries < rule.num_queries)
     tl.store(at + rule.num_queries, high, mask=queries < rule.num_queries)
     tl.store(rule.irregular + batch, irregular, mask=block == 0)
-
-
-@triton.jit
-def query_ranges_kernel(rule, ranges, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One program owns BLOCK_M queries of one sequence; writes start, full_start, full_stop, stop, in tiles of keys."""
-    batch = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    span = query_span(block, block * BLOCK_M + tl.arange(0, BLOCK_M), batch, rule, BLOCK_M, BLOCK_N)
-    _store_span(ranges, block, batch, span)
 
 
 @triton.jit

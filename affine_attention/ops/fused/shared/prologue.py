@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile_functions import LOG2E, query_span, row_limits
-from .value_sums import locate, sum_in_ranges, sum_visible
+from .row_sums import load_row_sums
+from .tile_functions import LOG2E, row_limits
+from .value_sums import locate, sum_visible
 
 
 @triton.jit
@@ -36,9 +37,10 @@ def prologue_kernel(
     weighted_table, so that a prefix sum is a sum over *later* blocks. `zeroed`, zeroed_length elements in fp32, is set
     to 0 for the accumulation of dQ.
 
-    RULED: there is a `rule`; without one, attention is plain causal or full. With a rule, the table is not scanned, and
-    a row with lse = -inf sees no key and has zero gradients, whatever its coefficients. The bits of the first and the
-    last key that a row sees are rows 4 and 5 of row_numbers. NUM_ROWS is 8 with a rule, else 4.
+    RULED: there is a `rule`; without one, attention is plain causal or full. With a rule, `table` holds the sums of v
+    of every row (row_sums.py), and a row with lse = -inf sees no key and has zero gradients, whatever its coefficients.
+    The bits of the first and the last key that a row sees are rows 4 and 5 of row_numbers. NUM_ROWS is 8 with a rule,
+    else 4.
     """
     slot, block = locate(num_blocks, True)
     groups = heads // HEADS
@@ -65,11 +67,7 @@ def prologue_kernel(
                 value_s, rows, cols, ok, col_ok, block, key_blocks, CAUSAL, SCANNED, HEAD_DIM,
             )  # fmt: skip
         else:
-            span = query_span(block, block * BLOCK + rows, batch, rule, BLOCK, BLOCK)
-            sums = sum_in_ranges(
-                value + batch * value_b + group * value_g, table + slot.to(tl.int64) * (key_blocks + 1) * HEAD_DIM,
-                value_s, block * BLOCK + rows, cols, batch, span, rule, HEAD_DIM, BLOCK, BLOCK_D,
-            )  # fmt: skip
+            sums = load_row_sums(table, slot, first_row + rows, num_queries, HEAD_DIM, BLOCK_D)
         # To save registers, keep a whole tile of sums only if all of it is written.
         if weighted is not None:
             weighted_sum = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)

@@ -9,28 +9,33 @@ from .launch import Slot
 from .tile_functions import Rule
 
 
-def make_rule(visibility: Visibility, tensors: tuple[Slot, Slot, Slot], of_state: Callable[[str], Slot]) -> Rule:
+def make_rule(
+    visibility: Visibility,
+    tensors: tuple[Slot, Slot, Slot] | None = None,
+    of_state: Callable[[str], Slot] | None = None,
+) -> Rule:
     """The rule of a call, without limits that no pair of the call can exceed.
 
     Args:
         visibility: of the call.
-        tensors: the slots of the segments of queries, of those of keys, and of the key mask.
-        of_state: the slot of an array of the forward's state, by its name.
+        tensors: the slots of the segments of queries, of those of keys, and of the key mask; needed if there are any.
+        of_state: the slot of an array of the forward's state, by its name; needed with segments or a key mask.
     """
     queries, keys, window = visibility.num_queries, visibility.num_keys, visibility.window
     reach = None if window is None or window >= max(queries, keys) else max(window, 0) - 1
     has_segments, has_mask = visibility.query_segments is not None, visibility.key_mask is not None
     has_limits = depends_on_data(visibility)
+    assert not has_limits or (tensors and of_state)
     return Rule(
         num_queries=queries,
         num_keys=keys,
         back=reach,
         ahead=0 if visibility.is_causal and (reach is None or reach >= 0) else reach,
-        query_segments=tensors[0] if has_segments else None,
-        key_segments=tensors[1] if has_segments else None,
-        key_mask=tensors[2] if has_mask else None,
-        limits=of_state("limits") if has_limits else None,
-        irregular=of_state("irregular") if has_limits else None,
+        query_segments=tensors[0] if tensors and has_segments else None,
+        key_segments=tensors[1] if tensors and has_segments else None,
+        key_mask=tensors[2] if tensors and has_mask else None,
+        limits=of_state("limits") if of_state and has_limits else None,
+        irregular=of_state("irregular") if of_state and has_limits else None,
     )
 
 

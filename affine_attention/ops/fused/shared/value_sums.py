@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import Launch, Slot
-from .tile_functions import LEFT, has_unseen_keys, mask_pairs, span_phase, zero_nonfinite
 
 # Measured on an H200. The kernels are memory-bound: small tiles and few warps give the most CTAs per SM.
 TILE = 2048  # elements
@@ -96,17 +95,23 @@ def locate(num_blocks, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
+def sum_blocks(table, first, stop, cols, col_ok, HEAD_DIM: tl.constexpr):
+    """Sum over the blocks [first, stop) of a table that is not scanned, [D] in fp32."""
+    sums = tl.zeros([SUM_ROWS, cols.shape[0]], dtype=tl.float32)
+    for start in range(first, stop, SUM_ROWS):
+        rows = start + tl.arange(0, SUM_ROWS)
+        inside = (rows < stop)[:, None] & col_ok[None, :]
+        sums += tl.load(table + (rows[:, None] + 1) * HEAD_DIM + cols[None, :], mask=inside, other=0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
 def sum_before(table, block, cols, col_ok, HEAD_DIM: tl.constexpr, SCANNED: tl.constexpr):
     """Sum over the first `block` blocks of a table, [D] in fp32."""
     if SCANNED:
         total = tl.load(table + block * HEAD_DIM + cols, mask=col_ok, other=0.0)
     else:
-        sums = tl.zeros([SUM_ROWS, cols.shape[0]], dtype=tl.float32)
-        for first in range(0, block, SUM_ROWS):
-            rows = first + tl.arange(0, SUM_ROWS)
-            inside = (rows < block)[:, None] & col_ok[None, :]
-            sums += tl.load(table + (rows[:, None] + 1) * HEAD_DIM + cols[None, :], mask=inside, other=0.0)
-        total = tl.sum(sums, 0)
+        total = sum_blocks(table, 0, block, cols, col_ok, HEAD_DIM)
     return total
 
 
@@ -127,39 +132,6 @@ def sum_visible(
     else:
         summed = sum_before(table, key_blocks, cols, col_ok, HEAD_DIM, SCANNED)[None, :]
     return summed
-
-
-@triton.jit
-def sum_in_ranges(
-    value, table, value_s, queries, cols, batch, span, rule,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """F8 for a block of queries under a rule: [BLOCK, D].
-
-    The sums of tiles that every query of the block sees are rows of the table, which is not scanned: a difference of
-    prefix sums would suffer from cancellation. Masked tiles are multiplied by their masks.
-    """
-    col_ok = cols < HEAD_DIM
-    full_start, full_stop = span[1], span[2]
-    of_full = tl.zeros([SUM_ROWS, BLOCK_D], dtype=tl.float32)
-    for first in range(full_start, full_stop, SUM_ROWS):
-        tiles = first + tl.arange(0, SUM_ROWS)
-        inside = (tiles < full_stop)[:, None] & col_ok[None, :]
-        of_full += tl.load(table + (tiles[:, None] + 1) * HEAD_DIM + cols[None, :], mask=inside, other=0.0)
-    sums = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32) + tl.sum(of_full, 0)[None, :]
-    for phase in tl.static_range(1, 3):
-        begin, end = span_phase(span, phase)
-        # Only windows, segments and padding have a left edge.
-        if (phase != LEFT) or (rule.back is not None) or (rule.limits is not None):
-            for tile in range(begin, end):
-                keys = tile * BLOCK + tl.arange(0, BLOCK)
-                inside = (keys < rule.num_keys)[:, None] & col_ok[None, :]
-                v = tl.load(value + keys.to(tl.int64)[:, None] * value_s + cols[None, :], mask=inside, other=0.0)
-                if has_unseen_keys(rule, phase):
-                    v = zero_nonfinite(v)
-                weights = mask_pairs(tl.full([BLOCK, BLOCK], 1.0, tl.float32), 0.0, queries, keys, batch, rule)
-                sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
-    return sums
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
     from affine_attention.ops.fused.flash.forward import FlashForward
     from affine_attention.ops.fused.hopper import backward as hopper_backward
     from affine_attention.ops.fused.hopper import forward as hopper_forward
-    from affine_attention.ops.fused.hopper.gluon_forward import GluonForward
+    from affine_attention.ops.fused.hopper import gluon_forward
     from affine_attention.ops.fused.shared.tile_sizes import KERNELS, table_config
     from affine_attention.ops.fused.shared.value_sums import MAX_UNSCANNED, block_of
     from affine_attention.ops.visibility import Visibility
@@ -190,22 +190,26 @@ def _compile(capability: int, dims: tuple[int, ...]) -> dict[str, int]:
                     ordered(query, query, None, state, *inputs)
         ids = torch.zeros(1, 256, dtype=torch.int64)
         query = torch.zeros(1, 2, 256, dim, dtype=torch.bfloat16)
-        for kind, options in {
-            "causal": {},
+        for name, options in {
             "window": {"window": 100},
             "documents": {"query_segments": ids, "key_segments": ids},
             "padding": {"key_mask": torch.ones(1, 256, dtype=torch.bool)},
         }.items():
+            kind = name
             seen = Visibility(1, 256, 256, query.device, is_causal=True, **options)
             call, inputs = call_of(query, query[:, :1].clone(), everything, seen)
-            gluon = GluonForward(call, keeps_core=True, keeps_marks=kind == "causal", shift=True, num_ctas=2)
-            state = gluon(*inputs)[3]
-            if kind != "causal":
-                grad = TensorSpec.of(query)
-                backward = hopper_backward.HopperBackward(
-                    call, grad, grad, None, gluon.state, shift=False, halves=False, wants_sink=True
-                )
-                backward(query, query, None, state, *inputs)
+            forward = FlashForward(call, keeps_core=True, sizes=sizes)
+            state = forward(*inputs)[3]
+            grad = TensorSpec.of(query)
+            backward = hopper_backward.HopperBackward(
+                call, grad, grad, None, forward.state, shift=False, halves=False, wants_sink=True, lse_in_log2=True
+            )
+            backward(query, query, None, state, *inputs)
+        if dim in gluon_forward.HEAD_DIMS:
+            kind = "more keys"
+            seen = Visibility(1, 128, 256, query.device, is_causal=True)
+            call, inputs = call_of(query[:, :, :128].clone(), query[:, :1].clone(), everything, seen)
+            gluon_forward.GluonForward(call, keeps_core=True, keeps_marks=True, shift=True, num_ctas=2)(*inputs[:7])
     return shared
 
 

@@ -196,18 +196,7 @@ def test_the_route_gives_the_reason_against_the_hopper_backward(on_hopper, monke
     assert planning.choose_route(call_like(), needs_gradient=True).kernels == ("flash",)
 
 
-def test_deterministic_calls_use_the_flash_kernels(on_hopper):
-    torch.use_deterministic_algorithms(True)
-    try:
-        route = planning.choose_route(call_like(), needs_gradient=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert route.kernels == ("flash",)
-    assert "deterministic" in route.reason
-
-
-def test_deterministic_calls_may_add_dq_in_a_fixed_order(on_hopper, monkeypatch):
-    monkeypatch.setattr(planning, "EXPERIMENTAL", frozenset(("deterministic",)))
+def test_deterministic_calls_add_dq_in_a_fixed_order(on_hopper):
     torch.use_deterministic_algorithms(True)
     try:
         route = planning.choose_route(call_like(), needs_gradient=True)
@@ -220,6 +209,7 @@ def test_deterministic_calls_may_add_dq_in_a_fixed_order(on_hopper, monkeypatch)
     assert route.ordered
     assert "fixed order" in route.reason
     assert all(each.kernels == ("flash",) for each in others)
+    assert all("deterministic" in each.reason for each in others)
     assert not planning.choose_route(call_like(), needs_gradient=True).ordered
 
 

@@ -10,8 +10,11 @@ import torch
 from affine_attention.ops.visibility import Visibility
 
 pytest.importorskip("triton")
-from affine_attention.ops.fused.shared.launch import LaunchSet, Slot
-from affine_attention.ops.fused.shared.limits import key_ranges, limit_arrays, limit_launches, query_ranges
+import triton
+import triton.language as tl
+
+from affine_attention.ops.fused.shared.launch import Launch, LaunchSet, Slot
+from affine_attention.ops.fused.shared.limits import key_ranges, limit_arrays, limit_launches
 from affine_attention.ops.fused.shared.rule import (
     can_have_empty_rows,
     depends_on_data,
@@ -19,6 +22,7 @@ from affine_attention.ops.fused.shared.rule import (
     make_rule,
     sums_are_prefixes,
 )
+from affine_attention.ops.fused.shared.tile_functions import query_span
 from affine_attention.ops.fused.shared.tile_sizes import Config
 from affine_attention.ops.fused.shared.workspace import Workspace
 
@@ -73,13 +77,23 @@ def visibility_of(case: str) -> Visibility:
     return Visibility(1, queries, keys, DEVICE, **options)
 
 
+@triton.jit
+def query_spans_kernel(rule, spans, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program owns BLOCK_M queries; writes start, full_start, full_stop, stop, in tiles of keys."""
+    block = tl.program_id(0)
+    span = query_span(block, block * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1), rule, BLOCK_M, BLOCK_N)
+    for n in tl.static_range(4):
+        tl.store(spans + block * 4 + n, span[n])
+
+
 def run(visibility: Visibility) -> dict[str, torch.Tensor]:
     """The limits, and the ranges of blocks of queries and of keys."""
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
     state = Workspace(limit_arrays(visibility), device)
     rule = make_rule(visibility, (Slot(0), Slot(1), Slot(2)), lambda name: Slot(3 + state.index(name)))
     blocks = -(-visibility.num_queries // BLOCK_M)
-    of_queries, launches = query_ranges(rule, 1, [(blocks + 1, BLOCK_M, BLOCK_N)], 5)
+    of_queries = {"query spans": ((1, blocks + 1, 4), torch.int32)}
+    launches = [Launch(query_spans_kernel, (blocks + 1, 1), (rule, Slot(5), BLOCK_M, BLOCK_N))]
     of_keys, slot, more = key_ranges(rule, 1, Config(BLOCK_M, BLOCK_N, 4, 1), 6)
     assert slot == Slot(6)
     workspace = Workspace(of_queries | of_keys, device)
