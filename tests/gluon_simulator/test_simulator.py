@@ -78,9 +78,9 @@ FORWARD = {
         "    acc = warpgroup_mma_wait(0, deps=[acc])\n    mbarrier",
     ),
     "V freed too early": (
-        "    acc = warpgroup_mma(p, v, acc, is_async=True)\n    if TAKES_TURNS",
+        "    acc = warpgroup_mma(p, v, acc, is_async=True)\n    scores",
         "    acc = warpgroup_mma(p, v, acc, is_async=True)\n    mbarrier.arrive(v_empty.index(before), count=1)\n"
-        "    if TAKES_TURNS",
+        "    scores",
     ),
     "wait for the values of the sums": ("                mbarrier.wait(own_full, num_loaded & 1)\n", ""),
     "wait for the staging tile": ("        tma.store_wait(0)\n        barrier()  # the staging tile is free\n", ""),
@@ -92,7 +92,6 @@ FORWARD = {
         "    fence_async_shared()\n    barrier()\n    tma.async",
         "    fence_async_shared()\n    tma.async",
     ),
-    "first turn": ("(nth_turn & 1) ^ 1", "nth_turn & 1"),
     "last copy": ("first_row)\n    tma.store_wait(0)\n", "first_row)\n"),
 }
 
