@@ -2,6 +2,7 @@
 
     python -m benchmarks.loop --write                          # all sections but `profile`
     python -m benchmarks.loop --only host device --quick       # some sections, few rounds
+    python -m benchmarks.loop --only generate --prompts 8x512
 
 Variants take turns and numbers are medians; the ratio of a variant is its number over that of `plain` in the same run.
 Host time is the time until a call returns to Python, on an idle GPU queue. Training and generation are wall-clock time
@@ -15,6 +16,7 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -93,11 +95,18 @@ def describe(run: Run, rows: list[list[str]]) -> list[str]:
     ]
 
 
+def batch_and_length(text: str) -> tuple[int, int]:
+    """The batch and the prompt length in a text like 8x512."""
+    batch, length = map(int, text.split("x"))
+    return batch, length
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [name for name in SECTIONS if name not in NOT_BY_DEFAULT]
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=default, help="run these sections")
     parser.add_argument("--mechanisms", nargs="+", default=["softmax", "affine"], help="attached to the models")
+    parser.add_argument("--prompts", nargs="+", type=batch_and_length, metavar="BATCHxLENGTH", help="of generate")
     parser.add_argument("--rounds", type=int, default=7, help="turns of training and generation")
     parser.add_argument("--steps", type=int, default=5, help="consecutive training steps of one turn")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 2 steps, fewer calls")
@@ -109,9 +118,10 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
+    sizes = FULL if given.device == "cuda" else TINY
     run = Run(
         given.device,
-        FULL if given.device == "cuda" else TINY,
+        replace(sizes, prompts=tuple(given.prompts)) if given.prompts else sizes,
         tuple(given.mechanisms),
         rounds=3 if given.quick else given.rounds,
         steps=2 if given.quick else given.steps,
