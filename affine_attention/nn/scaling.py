@@ -9,6 +9,7 @@ commit.py updates the running average from it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -122,6 +123,10 @@ def _projected_coefficients(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     return projected_coefficients(*arguments)
 
 
+# Every AffineScale of this process by its id, whatever model it belongs to: commit.py finds new ones here.
+ALL_SCALES: weakref.WeakValueDictionary[int, AffineScale] = weakref.WeakValueDictionary()
+
+
 class AffineScale(nn.Module):
     """alpha and beta for every query head, by the rules of the mechanism (coefficients.py).
 
@@ -139,6 +144,12 @@ class AffineScale(nn.Module):
     collected: Tensor
     shard_mesh: Any = None  # the ranks that hold the other heads, under tensor parallelism
     sequence_ranks: tuple[int, ...] | None = None  # those that hold the sequence's parts, under sequence parallelism
+
+    def __new__(cls, *_: Any, **__: Any) -> AffineScale:
+        # Copies and unpickled modules come this way too.
+        scale = super().__new__(cls)
+        ALL_SCALES[id(scale)] = scale
+        return scale
 
     def __init__(
         self,
