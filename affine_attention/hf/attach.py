@@ -14,7 +14,15 @@ from ..nn.mechanism import as_mechanism
 from .classes import AffineModelMixin, affine_config_class, affine_model_class, mark_part, unmark_part
 from .composite import decoder_config, own_configs
 from .families import find_sites
-from .installation import check_identity, check_start, install, refuse_part, remove_hooks, scale_out_proj
+from .installation import (
+    check_identity,
+    check_keywords,
+    check_start,
+    install,
+    refuse_part,
+    remove_hooks,
+    scale_out_proj,
+)
 from .interface import IMPLEMENTATION, SLOT
 from .sequence import is_sequence_parallel
 
@@ -57,6 +65,7 @@ def attach(model: ModelT, mechanism: Mechanism | str, start: str = "fresh") -> M
         name = model.config.affine_attention["mechanism"]["name"]
         raise ValueError(f"model already has a mechanism ({name!r}); call affine_attention.hf.detach(model) first")
     sites = find_sites(model)  # raise for unsupported models before changing anything
+    check_keywords(sites)
     if start == "identity":
         check_identity(sites)
     if mechanism.differential:

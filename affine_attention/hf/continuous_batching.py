@@ -157,7 +157,7 @@ def paged_attention(
     """The attention function of an attached model in continuous batching: (output [1, T, H, D], None)."""
     batch = check_batch(module, affine_call, attention_mask, others)
     layer: Any = module._modules[SLOT]
-    assert affine_hidden is not None, "note_hidden runs before every attention module of an attached model"
+    assert layer.is_plain or affine_hidden is not None, "note_hidden runs before the layers of a mechanism"
     unread = {name: x for name, x in others.items() if name not in BATCH_KEYWORDS}
     refuse_unknown(type(module).__name__, unread | {"dropout": dropout or None}, "use generate")
     index: Any = module.layer_idx

@@ -65,6 +65,16 @@ def check_identity(sites: list[Site]) -> None:
                 )
 
 
+def check_keywords(sites: list[Site]) -> None:
+    """Raises where an attention module would not tell the attention function which documents are packed."""
+    for site in sites:
+        if drops_keywords(site.module):
+            raise ValueError(
+                f"{site.name} must pass its keyword arguments on to the attention function, got "
+                f"{type(site.module).__name__}, which drops them; a mechanism would not know which documents are packed"
+            )
+
+
 def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
     """Adds the modules and hooks of a mechanism to a model whose class and configuration are already set."""
     sites = find_sites(model)
@@ -88,7 +98,8 @@ def install(model: PreTrainedModel, mechanism: Mechanism, start: str) -> None:
             site.module.affine_carried = {}  # type: ignore[assignment]
             around.register_forward_pre_hook(carry_keywords, with_kwargs=True)
             site.module.register_forward_pre_hook(take_keywords, with_kwargs=True)
-        site.module.register_forward_pre_hook(note_hidden, with_kwargs=True)
+        if not layer.is_plain:  # plain softmax attention does not need the input of q_proj
+            site.module.register_forward_pre_hook(note_hidden, with_kwargs=True)
         if not like.is_meta:
             # Without this mark, transformers initialises the new modules again in `init_weights`.
             parts: list[Any] = [*layer.modules(), *layer.parameters(), *layer.buffers()]

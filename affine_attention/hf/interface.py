@@ -2,8 +2,11 @@
 
 A call of an attached model runs `note_call` before the decoder, which finds packed documents and requests for weights.
 For each layer it then runs `note_hidden` before the attention module, which passes on the input of q_proj, and
-`affine_attention` instead of transformers' own attention function, after the cache has been updated. What is the same
-for all layers is computed by the first layer and kept in the `ForwardCall` of the forward.
+`affine_attention` instead of transformers' own attention function, after the cache has been updated. Layers of plain
+softmax attention need no input of q_proj, and no hook. What is the same for all layers is computed by the first layer
+and kept in the `ForwardCall` of the forward. Plain causal calls have nothing to read: they go to the operator at once.
+
+Every function and global that a compiled layer traces here becomes a guard, which each of its calls checks.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..nn import AttentionMechanism
-from ..nn.attention import Coefficients, real_tokens, subtract_next
+from ..nn.attention import PLAIN_CAUSAL, Coefficients, real_tokens, subtract_next
 from ..ops import attention, attention_weights
+from ..ops.api import plain_attention
 from ..ops.finish import NORM_EPS, Finish
 from .keywords import refuse_unknown
 from .masks import compact_mask, packed_segments, read_mask, values_are_unknown
@@ -123,18 +127,21 @@ def affine_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     affine_hidden: Tensor | None = None,
-    affine_segments: Tensor | None = None,
+    affine_segments: Any = ...,
     affine_weights: bool = False,
     affine_call: ForwardCall | None = None,
     affine_impl: str = "auto",
-    position_bias: Any = None,
-    s_aux: Any = None,
-    softcap: Any = None,
+    position_ids: Any = None,
+    use_cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function registered with transformers: (output [B, T, H, D], weights [B, H, T, S] or None)."""
+    """The attention function registered with transformers: (output [B, T, H, D], weights [B, H, T, S] or None).
+
+    `position_ids` and `use_cache` have no effect: they are named because most models pass them, and `others` are
+    looked up one by one.
+    """
     layer: Any = module._modules.get(SLOT)
-    if layer is None or affine_hidden is None:
+    if layer is None or (affine_hidden is None and not layer.is_plain):
         raise ValueError(
             f'attn_implementation="{IMPLEMENTATION}" needs a model with a mechanism, got {type(module).__name__} '
             "without one; call affine_attention.hf.attach(model, mechanism), and leave out encoder_hidden_states: "
@@ -145,25 +152,33 @@ def affine_attention(
             f"dropout on attention weights is not part of any mechanism, got {dropout}; set attention_dropout (GPT-2: "
             "attn_pdrop) of the configuration to 0 before the model is built"
         )
-    if position_bias is not None or s_aux is not None or softcap is not None:
-        given = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
-        name = next(name for name, value in given.items() if value is not None)
-        raise ValueError(f"{name} is not part of any mechanism, but {type(module).__name__} passes one")
-    refuse_unknown(type(module).__name__, others, "call affine_attention.hf.detach(model) first")
+    if others:
+        refuse_unserved(type(module).__name__, others)
+    if affine_segments is ...:
+        refuse_graph_without_decoder(module)
+        affine_segments = None
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     sequence = layer.sequence
-    if sequence is not None and layer.observer is not None:
-        raise ValueError("observer is not served under sequence parallelism; inspect the model on one rank")
-    if sequence is not None and getattr(affine_call, "sequence", None) is not sequence:
-        raise ValueError(
-            f"{type(module).__name__} does not know the whole sequence: call "
-            "affine_attention.hf.sequence_parallel(model, group), and the model uncompiled"
-        )
-    read = read_call if affine_call is None else affine_call.read
-    arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
-    if num_keys < key.shape[2]:
-        key, value = key[:, :, :num_keys], value[:, :, :num_keys]
+    queries, keys = query.shape[2], key.shape[2]
+    is_simple = attention_mask is None and affine_segments is None and is_causal and sequence is None
+    longest = layer.longest_simple
+    is_simple = is_simple and queries == keys and queries > 1 and (longest is None or keys <= longest)
+    if is_simple:
+        # What `read_call` would return.
+        arguments, num_keys, token_mask, divisor = PLAIN_CAUSAL, keys, None, layer.simple_divisor
+        if layer.is_plain and affine_impl == "auto" and layer.observer is None and not affine_weights:
+            out = plain_attention(query, key, value, True, scaling)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+    else:
+        if sequence is not None:
+            check_sequence(module, layer, affine_call)
+        # A graph that reads the object would be compiled again for each new one.
+        read = read_call if affine_call is None or is_compiling() else affine_call.read
+        arguments, num_keys, token_mask, divisor = read(layer, attention_mask, query, key, is_causal, affine_segments)
+        if num_keys < keys:
+            key, value = key[:, :, :num_keys], value[:, :, :num_keys]
     alpha = beta = sink = gate = difference = exclusion = norm_weight = None
     function = "softmax"
     if not layer.is_plain:
@@ -173,7 +188,14 @@ def affine_attention(
         # One autograd node for W_a and the operator: it runs the fused kernels.
         joined = query.is_cuda and affine_impl in ("auto", "fused") and sequence is None
         if joined and layer.observer is None and not affine_weights:
-            out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
+            if not is_simple:
+                out = layer.attend(affine_hidden, query, key, value, divisor, token_mask, sink, scaling, arguments)
+            elif layer.joins:  # as layer.attend does
+                gate_of = layer._gate if "gate_proj" in layer._modules else None
+                arguments_of_node = (affine_hidden, query, key, value, divisor, None, sink, gate_of, scaling)
+                out = layer._modules["scale"].attend(*arguments_of_node)
+            else:
+                out = None
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         rows = layer.rows(affine_hidden, divisor, token_mask)
@@ -224,21 +246,44 @@ def affine_attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def refuse_unserved(kind: str, given: dict[str, Any]) -> None:
+    """Raises for a keyword that changes attention, or that is not known to leave it as it is."""
+    for name in ("position_bias", "s_aux", "softcap"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name} is not part of any mechanism, but {kind} passes one")
+    refuse_unknown(kind, given, "call affine_attention.hf.detach(model) first")
+
+
+def refuse_graph_without_decoder(module: nn.Module) -> None:
+    """Raises while a layer is compiled whose decoder has not run: it cannot know whether documents are packed."""
+    if is_compiling():
+        raise ValueError(
+            f"torch.compile of an attention layer outside of its decoder: {type(module).__name__} does not know "
+            "whether documents are packed; compile the decoder layers or the model, not the attention module"
+        )
+
+
+def check_sequence(module: nn.Module, layer: AttentionMechanism, call: ForwardCall | None) -> None:
+    """Raises where a sequence-parallel layer does not know the whole sequence."""
+    if layer.observer is not None:
+        raise ValueError("observer is not served under sequence parallelism; inspect the model on one rank")
+    if getattr(call, "sequence", None) is not layer.sequence:
+        raise ValueError(
+            f"{type(module).__name__} does not know the whole sequence: call "
+            "affine_attention.hf.sequence_parallel(model, group), and the model uncompiled"
+        )
+
+
 def note_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before an attention module: passes its input, which feeds q_proj, to `affine_attention`."""
-    if torch.compiler.is_compiling():
-        check_implementation(module.config)
-        if "affine_segments" not in kwargs:
-            raise ValueError(
-                f"torch.compile of an attention layer outside of its decoder: {type(module).__name__} does not know "
-                "whether documents are packed; compile the decoder layers or the model, not the attention module"
-            )
+    call = None
+    if is_compiling():
         # A graph that reads the object would be compiled again for each new one.
         kwargs["affine_call"] = None
     else:
         call = kwargs.get("affine_call")
-        if call is None or call.config is not module.config:
-            check_implementation(module.config)
+    if call is None or call.config is not module.config:
+        check_implementation(module.config)
     kwargs["affine_hidden"] = args[0] if args else kwargs["hidden_states"]
     return args, kwargs
 
@@ -269,7 +314,7 @@ def note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if config._attn_implementation == PAGED:
         kwargs |= {"affine_call": PagedBatch(config, kwargs), "affine_segments": None, "affine_weights": False}
         return args, kwargs
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     check_no_hidden_sharding()
     segments = None
     given = kwargs if not args else kwargs | by_name(module, args)

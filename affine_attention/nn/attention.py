@@ -26,7 +26,7 @@ from .arguments import (
 from .mechanism import Mechanism, as_mechanism
 from .scaling import AffineScale, Start, own_heads, wide
 
-PLAIN_CAUSAL = {"is_causal": True}  # the visibility arguments of plain causal attention
+PLAIN_CAUSAL: dict[str, Any] = {"is_causal": True}  # the visibility arguments of plain causal attention
 
 
 class Coefficients(NamedTuple):
@@ -83,6 +83,10 @@ class AttentionMechanism(nn.Module):
         # The node that joins W_a and the operator has no sink of each token, and nothing that follows the softmax.
         self.joins = settings.has_alpha and settings.sink != "token" and not later
         self.is_plain = not (settings.has_alpha or settings.gate or settings.sink or later)
+        # N of causal calls with at most `longest_simple` keys (None: any number), which need no count of visible keys.
+        has_length = settings.bias and isinstance(settings.bias_length, int)
+        self.simple_divisor = settings.bias_length if has_length else None
+        self.longest_simple = None if not settings.bias else settings.bias_length if has_length else 0
         self.scale = (
             AffineScale(self.mechanism, embed_dim, num_heads, device=device, dtype=dtype)
             if self.mechanism.has_alpha
@@ -238,7 +242,8 @@ class AttentionMechanism(nn.Module):
         if not self.joins or visible != PLAIN_CAUSAL:
             return None
         scale: Any = self._modules["scale"]
-        arguments = (num_keys, token_mask, sink, self._gate, softmax_scale)
+        gate_of = self._gate if "gate_proj" in self._modules else None
+        arguments = (num_keys, token_mask, sink, gate_of, softmax_scale)
         out: Tensor | None = scale.attend(hidden, query, key, value, *arguments)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ops.fused import HAS_TRITON, INTERPRETED, runs_on
-from .scaling import AffineScale, sum_dtype
+from .scaling import ALL_SCALES, AffineScale, sum_dtype
+
+# Where the scales of a model were found: the names that lead to each of them. Names keep no module alive.
+_paths: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -30,8 +34,8 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
         model: any module with `AffineScale` modules inside; every rank must call.
         group: the ranks that hold different data; None means all.
     """
-    scales = affine_scales(model)
     reduces = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    scales = affine_scales(model) if reduces or group is not None else _scales_that_collected(model)
     if reduces and group is None and any(scale.shard_mesh is not None for scale in scales):
         raise ValueError(
             "group is missing: under tensor parallelism ranks hold different heads, whose averages must not be "
@@ -48,7 +52,7 @@ def commit_running_alpha(model: nn.Module, group: dist.ProcessGroup | None = Non
         # Another rank may have collected something where this one has not.
         if grad is not None or reduces:
             running = buffers["running_alpha"]
-            key = (running.device, running.dtype, running.shape, scale.mechanism.momentum)
+            key = (running.device, running.dtype, running.numel(), scale.mechanism.momentum)
             batch = batches.get(key)
             if batch is None:
                 batch = batches[key] = ([], [])
@@ -140,23 +144,87 @@ def commit_after_step(
 
 
 def affine_scales(model: nn.Module) -> list[AffineScale]:
-    """The modules of a model that keep a running average, in the order of `model.modules()`.
+    """The modules of a model that keep a running average, in the order of `model.modules()`."""
+    return [scale for scale, _ in _find_scales(model)]
 
-    They are searched in every step, since a model may change between two steps. `model.modules()` builds a name for
-    each module and visits every leaf: it takes several times as long.
+
+def _scales_that_collected(model: nn.Module) -> list[AffineScale]:
+    """The scales of a model that have collected something, and possibly some that have not.
+
+    A search visits every module of the model. So a later step follows the names on which the scales were found, and
+    searches again where the model may have changed: where a name leads elsewhere, or where a scale that it has not
+    visited has collected something and may belong to the model by now.
     """
-    found: list[AffineScale] = []
+    found = _follow(model, _paths.get(model))
+    if found is not None:
+        if len(found) == len(ALL_SCALES):
+            return found
+        visited = set(found)
+        if not any(_has_collected(scale) for scale in _all_scales() if scale not in visited):
+            return found
+    places = _find_scales(model)
+    _paths[model] = [_names(place) for place in places]
+    return [scale for scale, _ in places]
+
+
+def _follow(model: nn.Module, paths: list[tuple[str, ...]] | None) -> list[AffineScale] | None:
+    """What the names lead to; None where that is not one scale for each path."""
+    if paths is None:
+        return None
+    found = []
+    try:
+        for path in paths:
+            module: Any = model
+            for name in path:
+                module = module._modules[name]
+            if not (isinstance(module, AffineScale) and module.has_running_alpha):
+                return None
+            found.append(module)
+    except (KeyError, AttributeError):  # no such module; None in its place
+        return None
+    return found if len(set(found)) == len(found) else None
+
+
+def _all_scales() -> list[AffineScale]:
+    """Every scale of the process; the list of references is made at once, since threads may build other models."""
+    scales = [reference() for reference in ALL_SCALES.valuerefs()]
+    return [scale for scale in scales if scale is not None]
+
+
+def _has_collected(scale: AffineScale) -> bool:
+    """Also of a scale that is still being built."""
+    collected = scale.__dict__.get("_buffers", {}).get("collected")
+    return collected is not None and collected.grad is not None
+
+
+def _find_scales(model: nn.Module) -> list[tuple[AffineScale, Any]]:
+    """The scales of a model in the order of `model.modules()`, each with the place of the module around it.
+
+    `model.modules()` builds a name for each module and visits every leaf: it takes several times as long.
+    """
+    found: list[tuple[AffineScale, Any]] = []
     seen: set[nn.Module] = set()
-    waiting = [model]
+    waiting: list[tuple[nn.Module, Any]] = [(model, None)]
     while waiting:
-        module = waiting.pop()
+        place = waiting.pop()
+        module = place[0]
         if module in seen:
             continue
         seen.add(module)
         if isinstance(module, AffineScale):
             if module.has_running_alpha:
-                found.append(module)
+                found.append((module, place[1]))
         else:
             children = reversed(module._modules.values())
-            waiting.extend([child for child in children if child is not None and child._modules])
+            waiting.extend([(child, place) for child in children if child is not None and child._modules])
     return found
+
+
+def _names(place: tuple[nn.Module, Any]) -> tuple[str, ...]:
+    """The names that lead to a module from the outermost one around it."""
+    names: list[str] = []
+    module, around = place
+    while around is not None:
+        names.append(next(name for name, child in around[0]._modules.items() if child is module))
+        module, around = around
+    return tuple(reversed(names))

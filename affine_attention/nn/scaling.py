@@ -9,11 +9,14 @@ commit.py updates the running average from it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn import Linear, Parameter
 
 from ..ops.dtypes import row_dtype
 from ..ops.fused import HAS_TRITON, INTERPRETED
@@ -72,26 +75,29 @@ def _can_fuse(scores: Tensor) -> bool:
 
 
 def _can_project(proj: nn.Module, hidden: Tensor) -> bool:
-    """True where one Triton kernel replaces the projection and the formula, in compiled graphs too.
+    """True where one Triton kernel replaces the projection and the formula, in compiled graphs too."""
+    return _is_served(hidden) and hidden.dtype in PROJECTED_DTYPES and _is_plain_linear(proj, hidden)
 
-    The module is not called then, so it must be a linear layer without a wrapper, hooks or a conversion.
+
+def _is_plain_linear(proj: nn.Module, hidden: Tensor) -> bool:
+    """True for a linear layer without a wrapper, hooks or a conversion, which a kernel may replace.
+
+    Every name that is read here becomes a guard of a compiled layer. `torch.X` would be two and a third, in Python,
+    because other modules have `torch` too.
     """
-    if type(proj) is not nn.Linear or not _is_served(hidden):
+    if type(proj) is not Linear or type(hidden) is not Tensor:
         return False
     # Not proj.weight: an attribute of a module that is a parameter takes ten times as long to find.
     parameters = proj._parameters
     weight: Any = parameters.get("weight")
     dtype = hidden.dtype
-    return (
-        type(weight) in (nn.Parameter, Tensor)
-        and weight.dtype == dtype
-        and dtype in PROJECTED_DTYPES
-        and weight.get_device() == hidden.get_device()
-        and weight.shape[0] * dtype.itemsize <= MAX_PROJECTED_BYTES
-        and parameters["bias"] is None
-        and not _is_altered(proj)
-        and not _autocasts(hidden)
-    )
+    if type(weight) not in (Parameter, Tensor) or weight.dtype != dtype or parameters["bias"] is not None:
+        return False
+    if weight.get_device() != hidden.get_device() or weight.shape[0] * dtype.itemsize > MAX_PROJECTED_BYTES:
+        return False
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    autocasts = is_autocast_enabled(kind) and get_autocast_dtype(kind) != dtype
+    return not autocasts and not _is_altered(proj)
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -99,12 +105,6 @@ def _is_altered(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     ) or ("forward" in module.__dict__)  # fmt: skip
-
-
-def _autocasts(hidden: Tensor) -> bool:
-    """True where autocast would run a linear layer in another dtype."""
-    kind = "cuda" if hidden.is_cuda else "cpu"
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != hidden.dtype
 
 
 @functools.cache
@@ -120,6 +120,10 @@ def _projected_coefficients(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     from ..ops.fused.projection import projected_coefficients
 
     return projected_coefficients(*arguments)
+
+
+# Every AffineScale of this process by its id, whatever model it belongs to: commit.py finds new ones here.
+ALL_SCALES: weakref.WeakValueDictionary[int, AffineScale] = weakref.WeakValueDictionary()
 
 
 class AffineScale(nn.Module):
@@ -139,6 +143,12 @@ class AffineScale(nn.Module):
     collected: Tensor
     shard_mesh: Any = None  # the ranks that hold the other heads, under tensor parallelism
     sequence_ranks: tuple[int, ...] | None = None  # those that hold the sequence's parts, under sequence parallelism
+
+    def __new__(cls, *_: Any, **__: Any) -> AffineScale:
+        # Copies and unpickled modules come this way too.
+        scale = super().__new__(cls)
+        ALL_SCALES[id(scale)] = scale
+        return scale
 
     def __init__(
         self,
@@ -162,6 +172,7 @@ class AffineScale(nn.Module):
         # Attributes, not properties of the mechanism: forward reads them in every layer and step.
         self.beta_name, self.initial_alpha = mechanism.beta_name, mechanism.initial_alpha
         self.has_kernels, self.has_running_alpha = mechanism.has_kernels, mechanism.has_running_alpha
+        self.has_bias, self.is_sigmoid = bool(mechanism.bias), mechanism.activation == "sigmoid"
         beta_rule = mechanism.beta_rule
         scores = ALPHA_RULES[mechanism.activation].scores
         term = None if beta_rule is None else beta_rule.term
@@ -260,7 +271,7 @@ class AffineScale(nn.Module):
 
     def _collected(self, source: Tensor) -> Tensor | None:
         """The leaf that collects alpha, on the device of `source`; None where this call is not collected."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and is_grad_enabled()):
             return None
         collected: Any = self._buffers["collected"]
         if collected.device != source.device:
@@ -278,7 +289,7 @@ class AffineScale(nn.Module):
         num_keys: Tensor | int | None,
         token_mask: Tensor | None,
         sink: Tensor | None,
-        gate_of: Callable[[Tensor], Tensor | None],
+        gate_of: Callable[[Tensor], Tensor | None] | None,
         softmax_scale: float | None,
     ) -> Tensor | None:
         """Causal attention with the alpha and beta of `forward`, in one autograd node; None where that is not served.
@@ -286,32 +297,37 @@ class AffineScale(nn.Module):
         It serves training on a Hopper GPU: a node costs the host as much as several launches. `gate_of` turns hidden
         states into the gate.
         """
-        mechanism, proj = self.mechanism, self._modules.get("proj")
-        if proj is None or not self.has_kernels:
+        proj = self._modules.get("proj")
+        if proj is None or not (HAS_TRITON and self.has_kernels and query.is_cuda and is_grad_enabled()):
             return None
-        has_divisor = not mechanism.bias or isinstance(num_keys, int)
-        if not (query.is_cuda and has_divisor and torch.is_grad_enabled() and _can_project(proj, hidden)):
+        if self.has_bias and not isinstance(num_keys, int):
             return None
-        if _is_altered(self):
+        if not (_is_plain_linear(proj, hidden) and not _is_altered(self)):
             return None
         weight: Any = proj._parameters["weight"]
-        from ..ops.fused.projected import can_project, projected_attention
+        from ..ops.fused.projected import can_project, in_eager_mode, in_graph
 
         if not can_project(query, key, value, hidden, weight, sink):
             return None
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        compiling = is_compiling()
+        if not compiling and torch._C._are_functorch_transforms_active():
             return None
         running_alpha = collected = None
         if self.has_running_alpha:
-            running_alpha, collected = self._buffers["running_alpha"], self._collected(hidden)
-        gate = gate_of(hidden)
+            running_alpha = self._buffers["running_alpha"]
+            if self.training:
+                collected = self._buffers["collected"]
+                if collected.device != hidden.device:  # type: ignore[union-attr]
+                    collected = self._collected(hidden)
+        gate = None if gate_of is None else gate_of(hidden)
         if collected is None and not (
             weight.requires_grad or any(x is not None and x.requires_grad for x in (hidden, query, key, value, gate))
         ):
             return None
-        return projected_attention(
+        run = in_graph if compiling else in_eager_mode
+        return run(
             query, key, value, sink, gate, hidden, weight, running_alpha, collected, token_mask, softmax_scale,
-            num_keys if mechanism.bias else 1, mechanism.activation == "sigmoid",  # type: ignore[arg-type]
+            num_keys if self.has_bias else 1, self.is_sigmoid,
         )  # fmt: skip
 
     def discard_collected(self) -> None:

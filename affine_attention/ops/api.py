@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
+from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..messages import check_flag
@@ -128,6 +129,14 @@ def attention(
         [B, H, T, D] in the dtype of query. A query that sees no key gets zeros, and zero gradients.
     """
     compiling = torch.compiler.is_compiling()
+    if (
+        alpha is None and beta is None and sink is None and gate is None and exclusion is None and norm_weight is None
+        and mask is None and window is None and segment_ids is None and impl == "auto" and weights == SOFTMAX
+        and not compiling and type(nonnegative_alpha) is bool
+    ):  # fmt: skip
+        out = plain_attention(query, key, value, is_causal, softmax_scale, compiling=False)
+        if out is not None:
+            return out
     # Asked of C++ here: a Python function would cost every call of a layer.
     if not compiling and torch._C._are_functorch_transforms_active():
         return transformed_attention(
@@ -163,6 +172,91 @@ def attention(
         _runners.clear()
     runner = _runners[signature] = _runner_of(call, impl)
     return runner(tensors, segment_ids)
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    softmax_scale: float | None,
+    compiling: bool | None = None,
+) -> Tensor | None:
+    """PyTorch's own attention where that is what `attention` runs without a mechanism and a mask; None elsewhere.
+
+    A call whose signature is known costs the host one look-up. Strides are not part of it, because PyTorch's attention
+    takes all of them. A caller that knows whether it is traced says so.
+    """
+    if is_compiling() if compiling is None else compiling:
+        return _plain_in_graph(query, key, value, is_causal, softmax_scale)
+    try:
+        if not query.is_cuda:
+            return None
+        shape, key_shape = query.shape, key.shape
+        if len(shape) != 4 or shape[2] < key_shape[2]:  # cached keys: decoding has kernels of its own
+            return None
+        signature = (
+            type(query), type(key), type(value), shape, key_shape, value.shape, query.dtype, key.dtype, value.dtype,
+            query.device, key.device, value.device, query.layout, key.layout, value.layout, type(is_causal), is_causal,
+            type(softmax_scale), softmax_scale, torch._C._get_deterministic_algorithms(),
+        )  # fmt: skip
+        found = _plain_calls.get(signature, _UNKNOWN)
+    except (AttributeError, RuntimeError, TypeError, IndexError):  # `attention` names what is wrong
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    if found is _UNKNOWN:
+        found = _plain_settings(query, key, value, is_causal, softmax_scale)
+        if len(_plain_calls) >= MAX_SIGNATURES:
+            _plain_calls.clear()
+        _plain_calls[signature] = found
+    if found is None:
+        return None
+    scale, enable_gqa = found
+    return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _plain_settings(query: Any, key: Any, value: Any, is_causal: Any, softmax_scale: Any) -> tuple[float, bool] | None:
+    """(softmax_scale, whether heads are grouped) of a valid call that PyTorch's own attention serves, else None."""
+    kinds = {type(query), type(key), type(value)}
+    if not kinds <= set(_TENSOR_TYPES) or type(is_causal) is not bool or type(softmax_scale) not in _NUMBER:
+        return None
+    given = (query, key, value, None, None, None, None, None, None, is_causal, None, softmax_scale, False, SOFTMAX)
+    try:
+        call = _checked_call(*given)
+    except (TypeError, ValueError):
+        return None
+    _, route = _choose(call, "auto")
+    if route is None or route.forward != "sdpa":
+        return None
+    return call.softmax_scale, query.shape[1] != key.shape[1]
+
+
+def _plain_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, softmax_scale: float | None
+) -> Tensor | None:
+    """`plain_attention` while a compiler traces it: every global that is read here becomes a guard."""
+    dtype, (_, heads, num_queries, dim) = query.dtype, query.shape
+    if not query.is_cuda or num_queries != key.shape[2] or num_queries < 2 or dim % 8 or dim > 256:
+        return None
+    if key.dtype != dtype or value.dtype != dtype or not _is_served_in_graph(dtype, query.device.index or 0):
+        return None
+    if are_deterministic_algorithms_enabled():
+        return None
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    if scale <= 0:
+        return None
+    return scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=heads != key.shape[1]
+    )
+
+
+def _is_served_in_graph(dtype: torch.dtype, device_index: int) -> bool:
+    """Whether compiled graphs run plain attention of a dtype on PyTorch's own: a constant for the graph."""
+    return dtype in HALF and runs_on(device_index)
+
+
+_is_served_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention_weights(
@@ -272,6 +366,9 @@ def _finished(
 
 Runner = Callable[[tuple[Any, ...], Any], Tensor]
 _runners: dict[tuple[Any, ...], Runner] = {}
+# By signature: softmax_scale and whether heads are grouped, None where PyTorch's attention does not serve the call.
+_plain_calls: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
+_UNKNOWN: Any = object()
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -304,6 +401,7 @@ def _signature(tensors: tuple[Any, ...], segment_ids: Any, settings: tuple[Any, 
 def forget_plans() -> None:
     """Drops every plan: for tests and benchmarks that change what a plan is made from."""
     _runners.clear()
+    _plain_calls.clear()
     if "affine_attention.ops.fused.op" in sys.modules:
         from .fused import op
 

@@ -237,11 +237,12 @@ def test_compiled_layers_are_compiled_once(monkeypatch):
 
 
 def python_calls(function) -> int:
+    """Python functions that a call enters, those of this file not counted."""
     count = 0
 
     def profile(frame, event, argument):
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename != __file__
 
     function()
     sys.setprofile(profile)
@@ -286,12 +287,118 @@ def calls_per_layer(mechanism, step) -> float:
 
 @pytest.mark.parametrize(
     ("mechanism", "training", "decoding"),  # Python calls per layer beyond plain sdpa
-    [("softmax", 6, 6), ("affine", 36, 22), ("affine_gated", 44, 30), ("sink", 13, 13)],
+    [("softmax", 0, 0), ("affine", 30, 20), ("affine_gated", 36, 26), ("sink", 9, 11)],
 )
 def test_python_calls_per_layer_stay_within_a_budget(mechanism, training, decoding, monkeypatch):
     monkeypatch.setattr(interface, "attention", plain_operator)
     assert calls_per_layer(mechanism, train_step) <= calls_per_layer(None, train_step) + training
     assert calls_per_layer(mechanism, decode_step) <= calls_per_layer(None, decode_step) + 2 * decoding
+
+
+@pytest.fixture
+def stub_of_a_gpu(monkeypatch):
+    """Tensors that say they are on a Hopper GPU, and launches that do nothing: what is left is the host's work."""
+    pytest.importorskip("triton")
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+
+    from affine_attention.ops import api
+    from affine_attention.ops.fused import projected
+    from affine_attention.ops.fused.plan import Route
+    from affine_attention.ops.fused.shared.launch import LaunchSet
+
+    def choose_route(call, needs_gradient):
+        if call.rows.is_plain:
+            return Route("sdpa", "sdpa", "output", "named by a test")
+        return Route("hopper", "hopper", "softmax output", "named by a test", shift=True)
+
+    torch.overrides.get_overridable_functions()  # reads is_cuda, and keeps what it has read
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True))
+    monkeypatch.setattr(api, "runs_on", lambda device: True)
+    monkeypatch.setattr(api, "why_not_fused", lambda call: None)
+    monkeypatch.setattr(projected, "_has_kernels", lambda dtype, device: True)
+    for module in (api, projected):
+        monkeypatch.setattr(module, "choose_route", choose_route)
+    monkeypatch.setattr(LaunchSet, "run", lambda *_: None)
+    monkeypatch.setattr(LaunchSet, "values", lambda self, tensors, *buffers: [])
+    api._runners.clear(), api._plain_calls.clear(), projected._plans.clear()
+    yield
+    api._runners.clear(), api._plain_calls.clear(), projected._plans.clear()
+
+
+def model_with_served_heads(mechanism, layers):
+    model = plain_model("llama", torch.bfloat16, num_hidden_layers=layers, hidden_size=256, head_dim=64)
+    return (model if mechanism is None else attach(model, Mechanism.named(mechanism))).train()
+
+
+@pytest.mark.parametrize(("mechanism", "forward", "backward"), [("softmax", 0, 0), ("affine", 21, 8)])
+def test_python_calls_of_a_training_step_on_a_gpu(mechanism, forward, backward, stub_of_a_gpu):
+    """Per layer, beyond plain sdpa."""
+
+    def counted(mechanism):
+        counts = []
+        for layers in (2, 6):
+            model = model_with_served_heads(mechanism, layers)
+            loss = model(make_tokens(), use_cache=False).logits.sum()
+            steps = (
+                lambda model=model: model(make_tokens(), use_cache=False),
+                lambda loss=loss: loss.backward(retain_graph=True),
+            )
+            counts.append([python_calls(step) for step in steps])
+        return [(more - few) / 4 for few, more in zip(*counts, strict=True)]
+
+    plain, found = counted(None), counted(mechanism)
+    assert found[0] <= plain[0] + forward
+    assert found[1] <= plain[1] + backward
+
+
+@pytest.mark.parametrize(("mechanism", "budget"), [("softmax", 12), ("affine", 108)])
+def test_guards_of_a_compiled_layer_on_a_gpu(mechanism, budget, stub_of_a_gpu):
+    """What each call of a compiled layer checks, beyond plain sdpa; the graph of softmax is that of plain sdpa."""
+
+    class Compiled(Exception):
+        pass
+
+    def compiled(mechanism):
+        torch._dynamo.reset()
+        guards, graphs = [], []
+
+        def keep_all(entries):
+            guards.append(len(entries))
+            return [True] * len(entries)
+
+        def backend(graph, example_inputs):
+            def run(*_):
+                raise Compiled
+
+            graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+            return run
+
+        model = model_with_served_heads(mechanism, 1)
+        for layer in model.model.layers:
+            layer.compile(dynamic=False, fullgraph=True, backend=backend, options={"guard_filter_fn": keep_all})
+        with pytest.raises(Compiled):
+            model(make_tokens(), use_cache=False)
+        torch._dynamo.reset()
+        return guards[0], graphs[0]
+
+    (guards, nodes), (plain_guards, plain_nodes) = compiled(mechanism), compiled(None)
+    assert guards <= plain_guards + budget
+    if mechanism == "softmax":
+        assert nodes == plain_nodes
+
+
+def test_an_attention_module_is_not_compiled_outside_of_its_decoder():
+    for mechanism in ("softmax", "affine"):
+        model = make_model(mechanism=mechanism)
+        module = model.model.layers[0].self_attn
+        hidden = torch.randn(1, 3, 32)
+        positions = model.model.rotary_emb(hidden, torch.arange(3)[None])
+        module(hidden, position_embeddings=positions, attention_mask=None)
+        module.compile(backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match="compile the decoder layers or the model"):
+            module(hidden, position_embeddings=positions, attention_mask=None)
+    torch._dynamo.reset()
 
 
 def test_plain_softmax_computes_no_coefficients(monkeypatch):
@@ -300,5 +407,8 @@ def test_plain_softmax_computes_no_coefficients(monkeypatch):
     monkeypatch.setattr(nn_attention.AttentionMechanism, "rows", lambda *_: pytest.fail("coefficients were computed"))
     reads = count_calls(monkeypatch, interface, "read_mask")
     out = model(make_tokens()).logits
-    assert len(reads) == 1
+    assert not reads, "a causal call without a mask has nothing to read"
     torch.testing.assert_close(out, plain_model()(make_tokens()).logits)
+    tokens, mask = padded_rows("left")
+    model(tokens, attention_mask=mask)
+    assert len(reads) == 1

@@ -204,7 +204,8 @@ def test_no_t_by_s_mask_is_created(kind, monkeypatch):
     if kind == "cached":
         inputs["past_key_values"] = model(tokens, use_cache=True).past_key_values
     model(tokens, **inputs)
-    assert max(sizes) <= {"plain": 0, "ones": 0, "sliding": 0, "cached": 0}.get(kind, 2 * length * 8)
+    # A causal call without a mask has nothing to read.
+    assert max(sizes, default=0) <= {"plain": 0, "ones": 0, "sliding": 0, "cached": 0}.get(kind, 2 * length * 8)
 
 
 def test_a_decoding_step_keeps_its_shapes():

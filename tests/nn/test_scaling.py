@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from affine_attention import (
     discard_running_alpha,
     linear_clipping,
 )
+from affine_attention.nn import commit
 from affine_attention.nn.commit import affine_scales
 
 from .models import TinyLM, make_tokens, running_alphas, summed_loss
@@ -265,6 +268,97 @@ def test_the_search_finds_what_modules_finds_in_its_order():
     assert len(found) == len(expected) == 3
     assert all(a is b for a, b in zip(found, expected, strict=True))
     assert affine_scales(found[0]) == [found[0]]
+
+
+OLDER = make_scale()  # was in a model before
+
+
+def collect_one(model):
+    """What a backward leaves: sums of alpha whose mean is 1."""
+    for scale in affine_scales(model):
+        scale.collected.grad = torch.ones_like(scale.collected)
+
+
+def is_committed(model):
+    """Whether a commit after `collect_one` updates every scale of a model, and no other."""
+    scales, every = affine_scales(model), commit._all_scales()
+    for scale in every:
+        scale.running_alpha.zero_()
+    collect_one(model)
+    commit_running_alpha(model)
+    moved = [scale for scale in every if scale.running_alpha.any()]
+    return set(moved) == set(scales) and all(scale.collected.grad is None for scale in scales)
+
+
+def test_a_commit_searches_the_modules_once():
+    model, searches = TinyLM("affine", layers=3), []
+    with pytest.MonkeyPatch.context() as patch:
+        find = commit._find_scales
+        patch.setattr(commit, "_find_scales", lambda model: searches.append(model) or find(model))
+        for _ in range(3):
+            for scale in commit._all_scales():
+                scale.discard_collected()
+            for layer in model.layers:
+                layer.mechanism.scale.collected.grad = torch.ones(5, dtype=torch.float64)
+            commit_running_alpha(model)
+        model.to(torch.bfloat16)
+        model.load_state_dict(model.state_dict())
+        commit_running_alpha(model)
+    assert searches == [model]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.layers.append(copy.deepcopy(model.layers[0])),
+        lambda model: model.layers.insert(0, copy.deepcopy(model.layers[0])),
+        lambda model: model.layers.__delitem__(1),
+        lambda model: model.layers.__setitem__(1, nn.Identity()),
+        lambda model: model.layers.__setitem__(1, copy.deepcopy(model.layers[1])),
+        lambda model: model.layers.__setitem__(1, model.layers[0]),
+        lambda model: setattr(model, "layers", nn.Sequential(model.layers)),
+        lambda model: setattr(model, "again", model.layers[0]),
+        lambda model: setattr(model, "other", make_scale()),
+        lambda model: model.empty.append(OLDER),
+        lambda model: setattr(model.layers[0], "mechanism", None),
+        lambda model: model.layers[2].mechanism._modules.pop("scale"),
+        lambda model: model.to(torch.float64),
+        lambda model: model.to_empty(device="meta"),
+    ],
+)
+def test_a_commit_follows_a_model_that_changes(change):
+    model = TinyLM("affine", layers=3)
+    model.empty = nn.ModuleList()
+    model.empty.append(OLDER)
+    assert is_committed(model)
+    model.empty.pop(0)
+    assert is_committed(model)
+    change(model)
+    if next(model.parameters()).is_meta:
+        model.to_empty(device="cpu")
+    assert is_committed(model)
+    assert is_committed(model)
+
+
+def test_two_models_are_committed_each_by_itself():
+    first, second = TinyLM("affine"), TinyLM("affine", layers=4)
+    for model in (first, second, first, second):
+        assert is_committed(model)
+    collect_one(first)
+    collect_one(second)
+    commit_running_alpha(first)
+    assert all(scale.collected.grad is None for scale in affine_scales(first))
+    assert all(scale.collected.grad is not None for scale in affine_scales(second))
+
+
+def test_the_search_keeps_no_model_alive():
+    model = TinyLM("affine")
+    model.layers[0].around = [model]  # a cycle
+    commit_running_alpha(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

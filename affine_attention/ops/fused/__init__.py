@@ -5,6 +5,7 @@ This file decides whether the kernels can run, with functions whose results a co
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -20,6 +21,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def capability(device_index: int) -> int:
     """The compute capability of a CUDA GPU, 90 for 9.0: an integer, since a compiled graph cannot compare tuples."""
+    return _capability(device_index)
+
+
+@functools.cache
+def _capability(device_index: int) -> int:
     major, minor = torch.cuda.get_device_capability(device_index)
     return 10 * major + minor
 

@@ -7,15 +7,17 @@ forward and one for the backward. Other calls take projection.py and op.py one a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from ..call import AttentionCall, Rows, distinct
 from ..visibility import Visibility
-from . import capability, on_device
+from . import INTERPRETED, capability, on_device
 from .op import MAX_PLANS, check_call
 from .plan import HALF, HOPPER, LARGE, Plan, aligned, choose_route, fits_hopper_forward
 from .projection import ProjectionSpec
@@ -24,39 +26,46 @@ from .shared.workspace import length_of
 _plans: dict[tuple[Any, ...], ProjectedPlan] = {}
 
 
-def has_hopper_kernels(device_index: int) -> bool:
-    """Whether the Hopper kernels run on a GPU. A compiled graph takes the answer as a constant."""
+@functools.lru_cache
+def _has_kernels(dtype: torch.dtype, device_index: int) -> bool:
     from .hopper.backward import why_not_here
 
-    return capability(device_index) in HOPPER and why_not_here() is None
+    if INTERPRETED and dtype is torch.bfloat16:  # the interpreter multiplies the bit patterns of bf16 tiles
+        return False
+    return dtype in HALF and capability(device_index) in HOPPER and why_not_here() is None
 
 
-has_hopper_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def has_kernels(dtype: torch.dtype, device_index: int) -> bool:
+    """Whether the Hopper kernels run on a GPU and take a dtype. A compiled graph takes the answer as a constant."""
+    return _has_kernels(dtype, device_index)
+
+
+has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def can_project(
     query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, weight: Tensor, sink: Tensor | None = None
 ) -> bool:
-    """Whether `projected_attention` serves a causal call with these tensors. A compiled graph traces it."""
-    (batch, heads, length, dim), elements = query.shape, query.numel()
-    return (
-        query.is_cuda
-        and hidden.dtype == query.dtype == key.dtype == value.dtype
-        and query.dtype in HALF
-        and hidden.shape[0] == batch
-        and hidden.shape[1] == length == key.shape[2]
-        and weight.shape[0] == heads
-        and length > 1
-        and 40 <= dim <= 128
-        and dim % 8 == 0
-        and elements < LARGE
-        and fits_hopper_forward(dim, elements)
-        and hidden.is_contiguous()
-        and weight.is_contiguous()
-        and (sink is None or (sink.dim() == 1 and sink.is_contiguous()))
-        and has_hopper_kernels(query.device.index or 0)
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+    """Whether `projected_attention` serves a causal call with these tensors.
+
+    A compiled graph traces it: every global that is read here becomes a guard.
+    """
+    batch, heads, length, dim = query.shape
+    dtype, hidden_shape, elements = query.dtype, hidden.shape, batch * heads * length * dim
+    if not query.is_cuda or not hidden.dtype == dtype == key.dtype == value.dtype:
+        return False
+    if not (hidden_shape[0] == batch and hidden_shape[1] == length == key.shape[2] and weight.shape[0] == heads):
+        return False
+    if not (length > 1 and 40 <= dim <= 128 and dim % 8 == 0 and 0 < elements < LARGE):
+        return False
+    # The Hopper forward is the fastest for every number of elements up to this head dim.
+    if dim > 64 and not fits_hopper_forward(dim, elements):
+        return False
+    if not (hidden.is_contiguous() and weight.is_contiguous()):
+        return False
+    if not (sink is None or (sink.dim() == 1 and sink.is_contiguous())):
+        return False
+    return has_kernels(dtype, query.device.index or 0) and not are_deterministic_algorithms_enabled()
 
 
 def projected_attention(
@@ -85,12 +94,29 @@ def projected_attention(
         divisor: N of Eq. 8.
         sigmoid: the activation is the sigmoid, else linear clipping.
     """
+    run = in_graph if is_compiling() else in_eager_mode
+    return run(
+        query, key, value, sink, gate, hidden, weight, running_alpha, collected, token_mask, softmax_scale, divisor,
+        sigmoid,
+    )  # fmt: skip
+
+
+def in_eager_mode(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """`projected_attention` outside of a graph, for a caller that knows it."""
+    sink, gate, hidden, weight, running_alpha, collected, token_mask, softmax_scale, divisor, sigmoid = rest
     scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     inputs = (query, key, value, sink, gate, hidden, weight, running_alpha)
-    if torch.compiler.is_compiling():
-        return _GraphProjectedAttention.apply(*distinct(inputs), collected, token_mask, scale, divisor, sigmoid)
     plan = _plan_of(inputs, scale, divisor, sigmoid)
     return _apply(plan, *inputs, collected, token_mask)
+
+
+def in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """`projected_attention` while a compiler traces it."""
+    *inputs, collected, token_mask, softmax_scale, divisor, sigmoid = rest
+    scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    return _GraphProjectedAttention.apply(
+        *distinct((query, key, value, *inputs)), collected, token_mask, scale, divisor, sigmoid
+    )
 
 
 class ProjectedPlan(Plan):
@@ -217,13 +243,18 @@ _library.define(
 )
 
 
+# The operators as globals: a graph that looks them up in torch.ops has a guard for each step.
+_projected_forward = torch.ops.affine_attention.projected_forward.default
+_projected_backward = torch.ops.affine_attention.projected_backward.default
+
+
 class _GraphProjectedAttention(torch.autograd.Function):
     """The two operators as one differentiable function, which a compiler traces; a graph then holds the operators."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, (_, token_mask), settings = arguments[:8], arguments[8:10], arguments[10:]
-        out, core, state = torch.ops.affine_attention.projected_forward(*inputs, *settings)
+        out, core, state = _projected_forward(*inputs, *settings)
         ctx.save_for_backward(*inputs, token_mask, core, state)
         ctx.settings = settings
         return out
@@ -233,9 +264,7 @@ class _GraphProjectedAttention(torch.autograd.Function):
         *inputs, token_mask, core, state = ctx.saved_tensors
         query, key, value, sink, gate, hidden, weight, _, sums = ctx.needs_input_grad[:9]
         found = list(
-            torch.ops.affine_attention.projected_backward(
-                grad_out, core, state, *inputs, token_mask, *ctx.settings, sink, hidden, weight, sums
-            )
+            _projected_backward(grad_out, core, state, *inputs, token_mask, *ctx.settings, sink, hidden, weight, sums)
         )
         grads = [found.pop(0) for _ in range(3)]
         grad_sink, grad_gate, grad_hidden, grad_weight, grad_sums = (
@@ -294,3 +323,4 @@ for _name, _body, _fake in (
 def forget_plans() -> None:
     """Drops every plan."""
     _plans.clear()
+    _has_kernels.cache_clear()
