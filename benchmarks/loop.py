@@ -109,6 +109,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", type=batch_and_length, metavar="BATCHxLENGTH", help="of generate")
     parser.add_argument("--rounds", type=int, default=7, help="turns of training and generation")
     parser.add_argument("--steps", type=int, default=5, help="consecutive training steps of one turn")
+    parser.add_argument(
+        "--control", action="store_true", help="train a second plain model, to show the noise of a ratio"
+    )
     parser.add_argument("--quick", action="store_true", help="3 rounds of 2 steps, fewer calls")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--name", default="loop", help="first part of the result's file name")
@@ -128,6 +131,7 @@ def main() -> None:
         call_rounds=15 if given.quick else 60,
         host_calls=20 if given.device == "cuda" else 2,
         commit_rounds=5 if given.quick else 20,
+        control=given.control,
     )
     rows: list[list[str]] = []
     for each in measure(run, given.only):

@@ -35,6 +35,7 @@ class Run:
     call_rounds: int
     host_calls: int
     commit_rounds: int
+    control: bool = False  # train a second plain model
 
 
 SMOLLM2_135M = {

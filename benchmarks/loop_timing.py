@@ -13,6 +13,7 @@ import torch
 Function = Callable[[], object]
 Measured = dict[str, float | str]  # a number, or a text: the first line of the error that the variant raised
 PLAIN = "plain"  # the variant that the ratios are taken to
+CONTROL = "plain again"  # a second plain variant: its ratio shows how far a ratio of equal variants is from 1
 WARM_UP = 3  # calls: a function compiled with CUDA graphs compiles, records and replays in its first three
 
 
@@ -56,6 +57,8 @@ def _build_one(builder: Callable[[], Function]) -> Function:
 def take_turns(functions: dict[str, Function], rounds: int, seconds: Callable[[Function], float]) -> Measured:
     """Median of `seconds(function)` for each function. They take turns, so that a slow minute affects all of them.
 
+    Every round starts with another one, because what runs before a function can change its time.
+
     A function that raises is left out from then on, and its result is the first line of the error.
     """
     errors: dict[str, str] = {}
@@ -76,9 +79,10 @@ def take_turns(functions: dict[str, Function], rounds: int, seconds: Callable[[F
     for name in functions:
         for _ in range(WARM_UP):
             attempt(name, timed=False)
-    for _ in range(rounds):
-        for name in functions:
-            attempt(name, timed=True)
+    names = list(functions)
+    for first in range(rounds):
+        for n in range(len(names)):
+            attempt(names[(first + n) % len(names)], timed=True)
     return {name: errors[name] if name in errors else statistics.median(times[name]) for name in functions}
 
 

@@ -10,14 +10,25 @@ from affine_attention import commit_running_alpha
 
 from .loop_models import build_model, compile_layers, free_memory, make_optimizer, random_tokens, training_step
 from .loop_options import Run
-from .loop_timing import PLAIN, Case, Function, build, host_seconds, per_second, scaled, take_turns, wall_seconds
+from .loop_timing import (
+    CONTROL,
+    PLAIN,
+    Case,
+    Function,
+    build,
+    host_seconds,
+    per_second,
+    scaled,
+    take_turns,
+    wall_seconds,
+)
 
 UNTIMED_STEPS = 2  # at the start of a turn
 
 
 def step_builder(run: Run, name: str, batch: int, compiled: bool) -> Callable[[], Function]:
     def builder() -> Function:
-        model = build_model(run, name)
+        model = build_model(run, PLAIN if name == CONTROL else name)
         if compiled:
             compile_layers(model, run.device)
         return training_step(model, random_tokens(run, batch, run.sizes.length), make_optimizer(model))
@@ -29,7 +40,8 @@ def train(run: Run) -> Iterator[Case]:
     small, large = run.sizes.batches
     for mode, batch, compiled in (("eager", small, False), ("layers compiled", small, True), ("eager", large, False)):
         free_memory(run.device)
-        builders = {name: step_builder(run, name, batch, compiled) for name in (PLAIN, *run.mechanisms)}
+        names = (PLAIN, CONTROL, *run.mechanisms) if run.control else (PLAIN, *run.mechanisms)
+        builders = {name: step_builder(run, name, batch, compiled) for name in names}
         # A layer that dynamo compiles too often would run in eager mode without an error.
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             seconds = wall_seconds(run.device, run.steps, UNTIMED_STEPS, releases=batch == large)
