@@ -100,6 +100,20 @@ def _is_plain_linear(proj: nn.Module, hidden: Tensor) -> bool:
     return not autocasts and not _is_altered(proj)
 
 
+def _both_scores(hidden: Tensor, proj: nn.Module, beta_proj: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """W_a x and W_b x from one GEMM, which reads the hidden states once; None where the modules must be called."""
+    weights: list[Any] = []
+    for module in (proj, beta_proj):
+        if type(module) is not Linear or module.bias is not None or _is_altered(module):
+            return None
+        weights.append(module.weight)
+    w_a, w_b = weights
+    if not {type(w_a), type(w_b)} <= {Parameter, Tensor} or w_a.dtype != w_b.dtype or w_a.device != w_b.device:
+        return None
+    of_alpha, of_beta = wide(nn.functional.linear(hidden, torch.cat([w_a, w_b]))).chunk(2, -1)
+    return of_alpha, of_beta
+
+
 def _is_altered(module: nn.Module) -> bool:
     """True where a call of the module does more than its forward: hooks, or a method that accelerate has wrapped."""
     return bool(
@@ -228,7 +242,12 @@ class AffineScale(nn.Module):
         # The kernels serve the paper's rules (`has_kernels`); the others are the formulas below on every device.
         may_use_kernels = has_one_divisor and (hidden.is_cuda or INTERPRETED) and self.has_kernels
         projects = may_use_kernels and proj is not None and _can_project(proj, hidden)
-        source = hidden if projects or proj is None else proj(hidden)
+        beta_proj = None if projects else self._modules.get("beta_proj")
+        both = None if proj is None or beta_proj is None else _both_scores(hidden, proj, beta_proj)
+        if both is not None:
+            source = both[0]
+        else:
+            source = hidden if projects or proj is None else proj(hidden)
         running_alpha = collected = None
         if self.has_running_alpha:
             running_alpha, collected = self._buffers["running_alpha"], self._collected(source)
@@ -251,7 +270,10 @@ class AffineScale(nn.Module):
         alpha = alpha_BTH.transpose(1, 2)
         if not mechanism.bias:
             return alpha, None
-        term = self._term(hidden) if running_alpha is None else running_alpha[:, None]
+        if both is not None:
+            term = both[1].transpose(1, 2)
+        else:
+            term = self._term(hidden) if running_alpha is None else running_alpha[:, None]
         return alpha, BETA_RULES[self.beta_name].function(alpha, term, num_keys)
 
     def _scores_of_heads(self, source: Tensor) -> Tensor:

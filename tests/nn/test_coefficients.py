@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import softplus
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from affine_attention import AttentionMechanism, Mechanism, SelfAttention, attention, attention_weights
 from affine_attention.nn import PRESETS, AffineScale, commit_running_alpha
@@ -102,6 +103,47 @@ def test_beta_is_the_formula(num_keys):
     alpha, beta = average(hidden, num_keys)
     # The average is fp32.
     torch.testing.assert_close(beta, (torch.tensor(0.3).double() - alpha) / num_keys)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return function(*arguments, **(options or {}))
+
+
+def test_both_projections_of_a_free_beta_are_one_product():
+    free = make_scale(PRESETS["affine_free"])
+    hidden = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def run():
+        with Products() as products:
+            alpha, beta = free(hidden, 7)
+            grads = torch.autograd.grad((alpha.cos() + beta.sin()).sum(), [hidden, *free.parameters()])
+        return products.count, (alpha, beta, *grads)
+
+    count, found = run()
+    assert count == 3, "one in the forward, and one each for the hidden states and for the weights"
+    calls = []
+    handle = free.beta_proj.register_forward_hook(lambda *_: calls.append(1))
+    count, expected = run()
+    handle.remove()
+    assert (count, calls) == (6, [1]), "a module with hooks is called"
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("frozen", ["proj", "beta_proj"])
+def test_a_frozen_projection_gets_no_gradient(frozen):
+    free = make_scale(PRESETS["affine_free"])
+    getattr(free, frozen).requires_grad_(False)
+    alpha, beta = free(torch.randn(2, 5, WIDTH, dtype=torch.float64), 7)
+    (alpha + beta).sum().backward()
+    for name in ("proj", "beta_proj"):
+        assert (getattr(free, name).weight.grad is None) == (name == frozen)
 
 
 def test_centred_rows_sum_to_zero_and_are_shaped_attention():

@@ -132,26 +132,26 @@ def _row_kernel(
 
 @triton.jit
 def _probabilities(scores, row_lse, scale_log2, WEIGHTS: tl.constexpr):
-    """P of one tile in either orientation, without its signs and its mask; row_lse broadcasts along the keys."""
+    """P of one tile in either orientation, with its signs, without its mask; row_lse broadcasts along the keys."""
     if WEIGHTS == SIGMOID:
         p = 1.0 / (1.0 + tl.exp2(row_lse - scores * scale_log2))
     elif WEIGHTS == SIGNED:
-        p = tl.exp2(tl.abs(scores) * scale_log2 - row_lse)
+        p = tl.exp2(tl.abs(scores) * scale_log2 - row_lse) * signs(scores)
     else:
         p = tl.exp2(scores * scale_log2 - row_lse)
     return p
 
 
 @triton.jit
-def _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS: tl.constexpr):
-    """dS of one tile in either orientation, without its mask, from P and E . v."""
+def _score_grads(p, value_grads, row_alpha, row_delta, WEIGHTS: tl.constexpr):
+    """dS of one tile in either orientation, without its mask, from P with its signs and E . v."""
     if row_alpha is not None:
         value_grads = value_grads * row_alpha
     if WEIGHTS == SIGMOID:
         ds = p * (1.0 - p) * value_grads
     elif WEIGHTS == SIGNED:
-        sign = signs(scores)
-        ds = sign * p * (sign * value_grads - row_delta)
+        # P carries its signs through the second MMA: its scores need no registers.
+        ds = tl.abs(p) * value_grads - p * row_delta
     else:
         ds = p * (value_grads - row_delta)
     return ds
@@ -172,7 +172,7 @@ def _query_grad_step(
         k = zero_nonfinite(k)
     p = _probabilities(scores, row_lse, scale_log2, WEIGHTS)
     value_grads = tl.dot(e, v.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, WEIGHTS)
     if MASKED:
         # Select instead of multiplying by 0: a masked key may be NaN, and an empty row has lse = -inf.
         ds = mask_pairs(ds, 0.0, queries, tile * BLOCK_N + tl.arange(0, BLOCK_N), batch, rule)
@@ -239,8 +239,6 @@ def _key_grad_step(
     scores = tl.dot(k, q.T, input_precision=PRECISION)
     p = _probabilities(scores, row_lse, scale_log2, WEIGHTS)
     weights = p
-    if WEIGHTS == SIGNED:
-        weights = weights * signs(scores)
     if row_alpha is not None:
         weights = weights * row_alpha
     if beta is not None:
@@ -249,7 +247,7 @@ def _key_grad_step(
         weights = mask_pairs(weights, 0.0, queries, keys, batch, rule, KEYS_FIRST=True)
     dv = tl.dot(weights.to(e.dtype), e, dv, input_precision=PRECISION)
     value_grads = tl.dot(v, e.T, input_precision=PRECISION)
-    ds = _score_grads(p, value_grads, row_alpha, row_delta, scores, WEIGHTS)
+    ds = _score_grads(p, value_grads, row_alpha, row_delta, WEIGHTS)
     if MASKED:
         ds = mask_pairs(ds, 0.0, queries, keys, batch, rule, KEYS_FIRST=True)
     if EMPTY_ROWS:

@@ -61,8 +61,8 @@ def _softmax_step(
     """
     k = load_tile(k_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     scores = tl.dot(q, k.T, input_precision=PRECISION)
+    signed = scores
     if WEIGHTS == SIGNED:
-        sign = signs(scores)
         scores = tl.abs(scores)
     v = load_tile(v_desc, batch, kv_head, tile * BLOCK_N, BLOCK_N, BLOCK_D)
     if MASKED:
@@ -83,11 +83,12 @@ def _softmax_step(
             # A row that has seen no key yet: -inf - (-inf) is NaN.
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale_log2 - base[:, None])
-        rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(p, 1)
-        output = output * rescale[:, None]
+        tile_sum = tl.sum(p, 1)
         if WEIGHTS == SIGNED:
-            p = p * sign
+            p = p * signs(signed)
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tile_sum
+        output = output * rescale[:, None]
     output = tl.dot(p.to(v.dtype), v, output, input_precision=PRECISION)
     return output, new_max, row_sum
 

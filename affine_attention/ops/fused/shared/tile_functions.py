@@ -282,8 +282,10 @@ def start_softmax(sink_log2, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def signs(scores):
-    """1, 0 or -1 for each score."""
-    return tl.where(scores > 0.0, 1.0, tl.where(scores < 0.0, -1.0, 0.0))
+    """1, 0 or -1 for each fp32 score, and 1 or -1 for NaN: 1 or 0 from a comparison, with the sign bit of the score."""
+    sign_bit = scores.to(tl.int32, bitcast=True) & -0x80000000
+    one_or_zero = tl.where(scores != 0.0, 1.0, 0.0).to(tl.int32, bitcast=True)
+    return (one_or_zero | sign_bit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
