@@ -94,15 +94,18 @@ def main() -> None:
     rounds = options.rounds or (5 if options.device == "cpu" else 30)
     names = list(dict.fromkeys(["softmax", "affine", *options.presets]))
     rows: list[list[str]] = []
-    for shape in SHAPES[options.device]:
+    chosen = SHAPES[options.device]
+    for shape in chosen:
         rows += measure(shape, options.device, dtype, names, rounds)
-    lines = [
-        f"Causal, {str(dtype).removeprefix('torch.')}, forward + backward, medians of {rounds} rounds, with the "
-        "projections of the mechanism. Ratios are to softmax, to affine and to softmax on the flash kernels.",
-        "",
-        *table(["shape", "mechanism", "ms", "x softmax", "x affine", "x flash softmax"], rows),
-    ]
-    write("mechanisms", options.device, "Mechanisms: time of one layer", lines)
+        lines = [
+            f"Causal, {str(dtype).removeprefix('torch.')}, forward + backward, medians of {rounds} rounds, with the "
+            "projections of the mechanism. Ratios are to softmax, to affine and to softmax on the flash kernels.",
+            "",
+            *table(["shape", "mechanism", "ms", "x softmax", "x affine", "x flash softmax"], rows),
+        ]
+        # Write after each shape, so that an interrupted run keeps its results.
+        title = "Mechanisms: time of one layer"
+        write("mechanisms", options.device, title, lines, echo=shape is chosen[-1])
 
 
 if __name__ == "__main__":
