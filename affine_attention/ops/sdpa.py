@@ -27,6 +27,11 @@ from .dtypes import row_dtype
 
 aten = torch.ops.aten
 MATH_BLOCK = 256  # query rows per step of the plain kernel
+# PyTorch 2.11 keeps one compiled cuDNN backward per shape, strides of query, key and value, and dropout. The strides of
+# the output and its gradient are compiled in, too, but they are no part of the key: a call with another layout than the
+# first one gets wrong gradients without an error. -0.0 differs from the 0.0 of F.scaled_dot_product_attention in the
+# key only, and our calls always pass both tensors in cuDNN's layout of the output (docs/decisions/0080).
+OWN_CUDNN_BACKWARD = -0.0
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,10 @@ class CudnnAttention(Kernel):
 
     def backward(self, grad_out, query, key, value, out, lse, aux, bias, is_causal, softmax_scale):
         seed, offset, cum_q, cum_k, max_q, max_k, lse_shape = aux
+        grad_out, out = (in_layout_of(query, x) for x in (grad_out, out))
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad_out, query, key, value, out, lse.reshape(lse_shape), seed, offset, None, cum_q, cum_k, max_q, max_k,
-            0.0, is_causal, scale=softmax_scale,
+            OWN_CUDNN_BACKWARD, is_causal, scale=softmax_scale,
         )  # fmt: skip
 
 
@@ -239,6 +245,12 @@ def _cuda_allows(rule: Callable[..., bool], query: Tensor, key: Tensor, is_causa
         return rule is can_use_efficient_attention and query.dtype != torch.float64
     params = SDPAParams(query, key, key, None, 0.0, is_causal, query.shape[1] != key.shape[1])
     return bool(rule(params, False))
+
+
+def in_layout_of(query: Tensor, x: Tensor) -> Tensor:
+    """x, or a copy, with the strides of the output that cuDNN's forward allocates: those of empty_like(query)."""
+    strides = torch.empty_like(query, device="meta").stride()
+    return x if x.stride() == strides else torch.empty_like(query, dtype=x.dtype).copy_(x)
 
 
 def _full_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

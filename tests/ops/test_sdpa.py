@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from affine_attention.ops.sdpa import CPU_KERNELS, CUDA_KERNELS, PLAIN, choose_kernel
+from affine_attention import attention
+from affine_attention.ops.sdpa import CPU_KERNELS, CUDA_KERNELS, PLAIN, choose_kernel, in_layout_of
 
 KERNELS = [(kernel, "cpu") for kernel in (*CPU_KERNELS, PLAIN)] + [
     pytest.param(kernel, "cuda", marks=pytest.mark.gpu) for kernel in (*CUDA_KERNELS, PLAIN)
@@ -79,3 +80,46 @@ def test_the_heads_of_a_group_are_added_in_fp32(dtype):
         assert found.dtype == dtype
         error = float((found.double() - truth).norm() / truth.norm())
         assert error < 0.5 * torch.finfo(dtype).eps, error
+
+
+def heads_next_to_channels(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("channels", [slice(None), slice(0, 16)], ids=["whole", "part"])
+@pytest.mark.parametrize("order", [heads_next_to_channels, torch.Tensor.contiguous])
+def test_a_tensor_is_copied_only_into_another_layout(order, channels):
+    query = order(torch.randn(2, 3, 5, 32))[..., channels]
+    for x in (query.contiguous(), heads_next_to_channels(query)):
+        found = in_layout_of(query, x)
+        assert found.stride() == torch.empty_like(query).stride()
+        assert torch.equal(found, x)
+        assert (found is x) == (x.stride() == found.stride())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("parts", [{}, {"exclusion": 1.0}, {"sink": True}], ids=["plain", "exclusion", "sink"])
+@pytest.mark.parametrize("impl", ["composed", "fused"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_do_not_depend_on_earlier_calls(is_causal, impl, parts):
+    """PyTorch keeps one graph of cuDNN's backward for all layouts of the gradient (docs/decisions/0080)."""
+    torch.manual_seed(0)
+    length = 208 + 16 * is_causal + 32 * len(parts) + 64 * (impl == "fused")  # a key that no other test has used
+    query, grad = (torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    key, value = (torch.randn(2, 2, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    given = {name: torch.ones(4, device="cuda") if name == "sink" else x for name, x in parts.items()}
+    plain = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+    torch.autograd.grad(plain, leaves, heads_next_to_channels(grad))
+    expected = torch.autograd.grad(
+        attention(*(x.double() for x in leaves), is_causal=is_causal, impl="reference", **given), leaves, grad.double()
+    )
+    # Without parts, "fused" is PyTorch's own attention, which has the layout of its first call.
+    layouts = [heads_next_to_channels] if impl == "fused" and "sink" not in parts else [
+        heads_next_to_channels, torch.Tensor.contiguous
+    ]  # fmt: skip
+    for layout in layouts:
+        out = attention(*leaves, is_causal=is_causal, impl=impl, **given)
+        for got, want in zip(torch.autograd.grad(out, leaves, layout(grad)), expected, strict=True):
+            assert (got - want).double().norm() <= 0.02 * want.norm(), layout.__name__

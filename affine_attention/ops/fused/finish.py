@@ -1,8 +1,9 @@
 """F9 to F11 of ops/finish.py and their gradients, one kernel each: exclusion, norm and gate of the rows of attention.
 
 Both kernels are memory-bound: every [B, H, T, D] tensor is read and written once. Row quantities are fp32; there are no
-atomics. A part that a call does not have is a pointer that is None, which is compiled away. Outputs have the layout of
-the tensors that they belong to: in a model, heads next to channels, so that no later view is a copy.
+atomics. A part that a call does not have is a pointer that is None, which is compiled away. The output and the gradients
+of own and gate have the layout of the tensors that they belong to: in a model, heads next to channels, so that no later
+view is a copy.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def finish_backward(
     grad_out: Tensor, y: Tensor, own: Tensor | None, gamma: Tensor | None, weight: Tensor | None, gate: Tensor | None,
     marks: Tensor | None, number: float, norm_eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of y, own, gamma, weight and gate; None for those that are not given."""
+    """The gradients of y, own, gamma, weight and gate; None for those that are not given.
+
+    The gradient of y has the layout of grad_out: attention's backward receives what it would receive without a finish.
+    """
     grad_out, y, own, weight, gate = (_packed(x) for x in (grad_out, y, own, weight, gate))  # type: ignore[assignment]
     batch, heads, length, dim = y.shape
     block = _block(dim, BACKWARD_TILE)
@@ -57,7 +61,7 @@ def finish_backward(
     # The sums of the own values' gradients over a group need the registers that sums over row blocks would use.
     steps = max(1, min(ROWS, length) // block) if own is None else 1
     programs = -(-length // (block * steps))
-    grads = [None if x is None else torch.empty_like(x) for x in (y, own, gate)]
+    grads = [None if x is None else torch.empty_like(x) for x in (grad_out, own, gate)]
     grad_gamma = None if gamma is None else torch.empty(gamma.shape, dtype=gamma.dtype, device=y.device)
     partial = None
     if weight is not None:

@@ -129,12 +129,18 @@ def test_rows_of_several_programs_with_several_blocks_each(gate):
 
 
 @needs_triton
-def test_outputs_have_the_layout_of_their_inputs():
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_outputs_have_the_layout_of_their_inputs(heads_last):
     tensors, number, marks, grad_out = make("rows", "by head", True, True, torch.float32)
     tensors["gate"] = tensors["gate"].transpose(1, 2).contiguous().transpose(1, 2)
+    if heads_last:
+        tensors["y"] = tensors["y"].contiguous()
+        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+    assert grad_out.stride() != tensors["y"].stride()
     found = run(tensors, number, marks, grad_out, kernels=True)
     assert found["out"].stride() == tensors["y"].stride()
-    for name in ("y", "own", "gate"):
+    assert found["y"].stride() == grad_out.stride(), "the layout of attention's gradient without a finish"
+    for name in ("own", "gate"):
         assert found[name].stride() == tensors[name].stride(), name
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...call import CallSpec, TensorSpec
+from ...sdpa import OWN_CUDNN_BACKWARD
 from ..hopper.forward import slot_of, state_slots
 from ..shared import value_sums
 from ..shared.launch import Launch, LaunchSet, Slot
@@ -45,7 +46,7 @@ class CudnnBackward:
         batch, heads, num_queries, dim = query.shape
         self.groups, self.block = key.shape[1], block_of(dim)
         self.blocks = -(-num_queries // self.block)
-        # cuDNN would copy a gradient whose strides differ from those of the output, so the prologue writes it instead.
+        # The gradient must have the strides of the output (OWN_CUDNN_BACKWARD), so the prologue writes one that has.
         self.reads_grad = gate is None and (alpha is None or shift) and grad_out.stride() == core.stride()
         self.makes_grad_core = not self.reads_grad
         self.later_shape = (batch, self.groups, self.blocks + 1, dim)
@@ -75,7 +76,6 @@ class CudnnBackward:
         assert value is not None
         causal, scale = self.call.visibility.is_causal, self.call.softmax_scale
         if self.is_plain:
-            # With strides other than the output's, a test on an H200 gave wrong gradients; the cause is unknown.
             grad_out = grad_out if self.reads_grad else torch.empty_like(core).copy_(grad_out)
             return *attend_backward(grad_out, query, key, value, core, lse, causal, scale), None, None, None, None
         grad_alpha = None if alpha is None else torch.empty(alpha.shape, dtype=alpha.dtype, device=alpha.device)
@@ -167,10 +167,13 @@ def attend_backward(
     is_causal: bool,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of plain attention by cuDNN; `core` and `lse` may include a sink and alpha."""
+    """dQ, dK and dV of plain attention by cuDNN; `core` and `lse` may include a sink and alpha.
+
+    `grad` has the strides of `core`, and `core` those that cuDNN's forward gave it.
+    """
     # Without dropout the seed is not read; a scalar is cheaper than saving two more outputs of the forward.
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad, query, key, value, core, lse, seed, seed, None, None, None, query.shape[2], key.shape[2],
-        0.0, is_causal, scale=softmax_scale,
+        OWN_CUDNN_BACKWARD, is_causal, scale=softmax_scale,
     )  # fmt: skip
