@@ -1,9 +1,9 @@
 """F9 to F11 of ops/finish.py and their gradients, one kernel each: exclusion, norm and gate of the rows of attention.
 
 Both kernels are memory-bound: every [B, H, T, D] tensor is read and written once. Row quantities are fp32; there are no
-atomics. A part that a call does not have is a pointer that is None, which is compiled away. The output and the gradients
-of own and gate have the layout of the tensors that they belong to: in a model, heads next to channels, so that no later
-view is a copy.
+atomics. A part that a call does not have is a pointer that is None, which is compiled away. Outputs have the layout of
+the tensors that they belong to, the gradient of y has that of grad_out: in a model, heads next to channels, so that no
+later view is a copy.
 """
 
 from __future__ import annotations
