@@ -25,13 +25,14 @@ def newest(what: str) -> Path | None:
     return found[-1] if found else None
 
 
-def newest_day(what: str) -> list[Path]:
-    """All results files with a prefix and its newest date, shortest name first.
+def newest_of_each(pattern: str) -> list[Path]:
+    """The newest of the results files with the same name before the date, newest first, then shortest name first.
 
-    A long benchmark may be run in parts, each written to a file with a longer name.
+    A long benchmark may be run in parts, each written to a file with a name of its own.
     """
-    found = sorted(RESULTS.glob(f"{what}*.md"), key=lambda path: len(path.stem))
-    return [path for path in found if path.stem[-10:] == max(each.stem[-10:] for each in found)]
+    newest_file = {path.stem[:-10]: path for path in sorted(RESULTS.glob(f"{pattern}*.md"))}
+    by_name = sorted(newest_file.values(), key=lambda path: len(path.stem))
+    return sorted(by_name, key=lambda path: path.stem[-10:], reverse=True)
 
 
 def rows_of(path: Path) -> list[list[str]]:
@@ -79,8 +80,30 @@ def loop_lines(*paths: Path) -> list[str]:
             if variant == "affine":
                 row["ratio"] = ratio
     columns = ("plain", "softmax", "affine", "ratio")
-    body = [[what, *(row.get(column, "") for column in columns)] for what, row in cells.items()]
+    in_order = sorted(cells, key=lambda what: next(n for n, start in enumerate(LOOP_SHOWN) if what.startswith(start)))
+    body = [[what, *(cells[what].get(column, "") for column in columns)] for what in in_order]
     return table(["", "plain SDPA", "softmax", "affine", "affine over plain"], body)
+
+
+# Results whose table is shown as it is: prefix of the file, heading, what it measures.
+WHOLE = (
+    ("ranges_nvidia", "Packed documents, windows and padding on a GPU", "Time of a call, bf16, as a multiple of plain "
+     "attention with the same mask in FlexAttention, for padding of plain causal attention by cuDNN."),
+    ("mechanisms_nvidia", "Mechanisms on a GPU", "One layer's mechanism, forward + backward, bf16, causal, with the "
+     "projections of the mechanism."),
+    ("accelerate_nvidia", "A GPT-OSS layer on a GPU", "With its own sinks and window (`hf.accelerate`)."),
+    ("serving_nvidia", "Continuous batching on a GPU", "transformers' `generate_batch`; plain is `paged|sdpa`."),
+)  # fmt: skip
+
+
+def whole_tables() -> list[str]:
+    lines: list[str] = []
+    for prefix, heading, what in WHOLE:
+        path = newest(prefix)
+        if path is not None:
+            header, *rows = rows_of(path)
+            lines += [f"## {heading}", "", what, "", *table(header, rows), "", source(path), ""]
+    return lines
 
 
 def memory_line(path: Path) -> str:
@@ -102,7 +125,7 @@ def block() -> str:
     lines: list[str] = []
     gpu, cpu = newest("attention_nvidia"), newest("attention_cpu")
     rivals, decode = newest("attention-rivals_nvidia"), newest("decode")
-    loop = newest_day("loop*_nvidia")
+    loop = newest_of_each("loop*_nvidia")
     if loop:
         lines += ["## Training and host time", "",
                   "Measured with the host's time included, next to plain SDPA in the same run: the host time of one "
@@ -116,6 +139,7 @@ def block() -> str:
                   *attention_lines(gpu, rivals), "", f"{memory_line(gpu)} {source(gpu)}", ""]  # fmt: skip
     if gpu is not None and rivals is not None:
         lines[-2] += f" Rivals: [{rivals.name}](../benchmarks/results/{rivals.name})."
+    lines += whole_tables()
     if decode is not None:
         shares = {kind: [float(row[4]) for row in rows_of(decode)[1:] if row[1] == kind]
                   for kind in ("affine", "affine, paged")}  # fmt: skip
@@ -137,7 +161,7 @@ def block() -> str:
 
 def chart() -> str:
     """The time of a training step, then that of an attention call, as multiples of plain SDPA in the same run."""
-    loops, gpu = newest_day("loop*_nvidia"), newest("attention_nvidia")
+    loops, gpu = newest_of_each("loop*_nvidia"), newest("attention_nvidia")
     steps: dict[str, dict[str, float]] = {}
     for path in loops:
         for what, variant, _, unit, ratio, *_ in rows_of(path)[1:]:

@@ -229,14 +229,20 @@ def test_the_readme_shows_the_loop_before_the_kernels(tmp_path, monkeypatch):
         ["train, CUDA graph", "affine", "RuntimeError: no graph", "tokens/s", "", "", ""],
     )  # fmt: skip
     assert readme.loop_lines(first, second)[2:] == [
-        "| train, eager, 8 x 2048 | 150,000 tokens/s |  | 147,000 tokens/s | 0.980 |",
-        "| commit_running_alpha, 30 layers, wall clock |  |  | 0.19 ms |  |",
         "| host time, forward |  | 50 µs |  |  |",
+        "| train, eager, 8 x 2048 | 150,000 tokens/s |  | 147,000 tokens/s | 0.980 |",
         "| train, CUDA graph |  |  | RuntimeError: no graph |  |",
+        "| commit_running_alpha, 30 layers, wall clock |  |  | 0.19 ms |  |",
     ]
-    for path in readme.RESULTS.glob("a*_nvidia*.md"):
+    for path in (readme.newest("attention_nvidia"), readme.newest("accuracy_nvidia")):
         (tmp_path / path.name).write_text(path.read_text())
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    part = tmp_path / "loop-host_nvidia-h200_2026-01-01.md"
+    part.write_text(second.read_text())
+    assert readme.newest_of_each("loop*_nvidia") == [first, second, part]
+    assert readme.whole_tables() == []
+    (tmp_path / "serving_nvidia-h200_2026-01-03.md").write_text(first.read_text())
+    assert "## Continuous batching on a GPU" in readme.whole_tables()
     block = readme.block()
     assert "old" not in block
     assert 0 < block.index("147,000 tokens/s") < block.index("qwen0.5b-2k")

@@ -171,7 +171,8 @@ def route_on_hopper(monkeypatch, **changes):
     x = torch.zeros(1, 2, 64, changes.pop("dim", 64), dtype=changes.pop("dtype", torch.bfloat16))
     seen = Visibility(1, 64, keys, x.device, is_causal=True, window=changes.pop("window", 8))
     row = torch.zeros(x.shape[:3])
-    given = {"alpha": row, "visibility": seen, "softmax_scale": changes.pop("softmax_scale", 1.0)}
+    gate = torch.zeros_like(x) if changes.pop("gate", False) else None
+    given = {"alpha": row, "gate": gate, "visibility": seen, "softmax_scale": changes.pop("softmax_scale", 1.0)}
     key = torch.zeros(1, 2, keys, x.shape[-1], dtype=x.dtype)
     spec = CallSpec.of(AttentionCall.of(x, key, key, **given))
     for each in (spec.query, spec.key, spec.value):
@@ -196,6 +197,8 @@ def test_which_kernels_serve_fewer_queries_than_keys_on_hopper(monkeypatch):
     monkeypatch.setattr(planning, "GLUON_FORWARD", 64)
     monkeypatch.setattr(planning, "CUDNN_FORWARD", 0)
     assert route_on_hopper(monkeypatch, window=None, dim=128).kernels == ("gluon forward", "hopper backward")
+    gated = route_on_hopper(monkeypatch, window=None, dim=128, gate=True)
+    assert gated.kernels == ("cudnn forward", "hopper backward")
     assert route_on_hopper(monkeypatch, window=None, dim=64).kernels == ("hopper",)
 
 
