@@ -54,8 +54,8 @@ def pack(out: Path, archive: Path) -> int:
     return len(runs)
 
 
-def unpack(archive: Path, out: Path) -> int:
-    """Restores the finished runs of an archive that the folder does not have; returns their number."""
+def unpack(archive: Path, out: Path, *, with_unfinished: bool = False) -> int:
+    """Restores the runs of an archive that the folder does not have, by default the finished ones; returns how many."""
     restored = 0
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as file:
@@ -64,7 +64,7 @@ def unpack(archive: Path, out: Path) -> int:
             run = RunFolder(path)
             if not run.exists or (out / path.name).exists():
                 continue
-            if not any(event.get("event") == "finish" for event in run.events()):
+            if not (with_unfinished or any(event.get("event") == "finish" for event in run.events())):
                 continue
             for packed in path.glob("*.xz"):
                 (path / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))

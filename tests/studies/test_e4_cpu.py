@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from affine_attention.files import read_lines
-from studies.experiments import e4_cpu as e4
+from studies.experiments import e4_cpu
+from studies.experiments import e4_report as e4
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -22,7 +23,7 @@ def made(noise=0.0, seed=0):
         (mechanism, rate, s): 3 + slope * abs(place - 2) + 0.5 * s + noise * generator.standard_normal()
         for mechanism, slope in slopes.items()
         for place, rate in enumerate(e4.RATES)
-        for s in e4.SEEDS
+        for s in e4.TWO
     }
 
 
@@ -55,13 +56,13 @@ def test_a_diverged_run_counts_as_untrained():
 
 
 def test_the_grid_runs_resumes_and_is_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(e4, "E4_MECHANISMS", ("affine",))
-    monkeypatch.setattr(e4, "RATES", (1e-3,))
-    monkeypatch.setattr(e4, "SEEDS", (0,))
+    monkeypatch.setattr(e4_cpu, "E4_MECHANISMS", ("affine",))
+    monkeypatch.setattr(e4_cpu, "RATES", (1e-3,))
+    monkeypatch.setattr(e4_cpu, "SEEDS", (0,))
     tiny = {"steps": 3, "warmup_steps": 1, "decay_steps": 1, "sequence_length": 32, "global_batch": 2}
     changes = {"student_changes": {"num_hidden_layers": 1, "vocab_size": 2048}}
     for _ in range(2):
-        e4.run_grid(tmp_path / "runs", e4.SETTINGS | tiny | changes)
-    (line,) = list(read_lines(e4.store(tmp_path / "runs", tmp_path)))[1:]
+        e4_cpu.run_grid(tmp_path / "runs", e4_cpu.SETTINGS | tiny | changes)
+    (line,) = list(read_lines(e4_cpu.store(tmp_path / "runs", tmp_path)))[1:]
     assert line["eval_loss"] < line["untrained_loss"] + 1
     assert 0 <= line["clipped_share"] <= 1
