@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from affine_attention.lab.recipe import Recipe
 from affine_attention.lab.report.collect import Run, load_run
 from affine_attention.lab.run import RunFolder
 
-from .plans import PLANS, SEEDS, runs_of
+from .plans import PLANS, SEEDS, has_diverged, runs_of
 from .run import parse, unpack
 
 ALL_SEEDS = {"e1": SEEDS, "e2": SEEDS[:2], "e4": SEEDS[:2], "e5": SEEDS}
@@ -78,12 +77,6 @@ def split_name(name: str) -> tuple[str, int]:
     return cell, int(seed)
 
 
-def diverged(run: Run) -> bool:
-    """True if training stopped because a loss or a gradient was not finite."""
-    last = next((event for event in reversed(run.events) if event.get("event") in ("stop", "error", "finish")), {})
-    return last.get("event") == "stop" and str(last.get("reason", "")).startswith("NotFiniteError")
-
-
 def collect(expected: Mapping[str, Recipe], folders: Mapping[str, Path], *, with_diverged: bool = False) -> DesignRuns:
     """The finished runs of a design among these folders; with `with_diverged`, those that became non-finite too."""
     found = DesignRuns(others=sorted(set(folders) - set(expected)))
@@ -93,7 +86,7 @@ def collect(expected: Mapping[str, Recipe], folders: Mapping[str, Path], *, with
             found.missing[name] = "not started"
             continue
         run = load_run(folders[name])
-        if not (run.finished or (with_diverged and diverged(run))):
+        if not (run.finished or (with_diverged and has_diverged(run.folder))):
             found.missing[name] = run.status
             continue
         found.runs[name] = run
@@ -139,10 +132,3 @@ def _differing(run: RunFolder, recipe: Recipe) -> list[str]:
 def missing_runs(values: Values, cells: Sequence[str], seeds: Sequence[int]) -> list[str]:
     """Names of the runs that a statistic needs and that have no value."""
     return [f"{cell}-seed{seed}" for cell in cells for seed in seeds if seed not in values.get(cell, {})]
-
-
-def number_of(table: Any, *keys: str) -> float:
-    """A number in nested tables; NaN if it is not there."""
-    for key in keys:
-        table = table.get(key) if isinstance(table, dict) else None
-    return float(table) if isinstance(table, int | float) and not isinstance(table, bool) else math.nan

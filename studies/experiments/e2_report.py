@@ -132,7 +132,7 @@ def quantises(runs: DesignRuns) -> Verdict:
         return row
     means = [fmean(costs[cell].values()) for cell in ours]
     gaps = [difference_of(losses, *pair) for pair in zip(ours, controls, strict=True)]
-    statistic = f"plain {means[0]:.3f}, pressure {means[1]:.3f} nats"
+    statistic = f"plain {signed(means[0])}, pressure {signed(means[1])} nats"
     remark = f"held-out loss − softmax: plain {shown(gaps[0], 4)}, pressure {shown(gaps[1], 4)}"
     if any(cost < CHEAP and gap.mean <= CLOSE for cost, gap in zip(means, gaps, strict=True)):
         return Verdict(test, statistic, CONFIRMED, remark)
@@ -198,7 +198,7 @@ def measure_tables(runs: DesignRuns) -> list[list[str]]:
         lines = [f"| | {' | '.join(column.title for column in columns)} |", f"|{'---|' * (len(columns) + 1)}"]
         for cell in CELLS:
             shown_cells = [
-                " / ".join(f"{seeds[seed]:.{column.digits}f}" for seed in TWO if seed in seeds) or "–"
+                " / ".join(f"{seeds[s]:.{column.digits}f}" for s in TWO if s in seeds).replace("-", "−") or "–"
                 for column, values in zip(columns, measured, strict=True)
                 for seeds in [values.get(cell, {})]
             ]

@@ -26,7 +26,7 @@ from affine_attention.recipes import recipe
 
 from .e3 import RESULTS, rounded
 from .e4_report import summary, tables
-from .plans import E4_MECHANISMS, RATES
+from .plans import E4_MECHANISMS, RATES, has_diverged
 
 SEEDS = (0, 1)
 SETTINGS = {
@@ -45,7 +45,7 @@ def run_grid(out: Path, settings: Mapping[str, Any] = SETTINGS) -> None:
         for rate in RATES:
             for mechanism in E4_MECHANISMS:
                 run = RunFolder(out / name_of(mechanism, rate, seed))
-                if run.finished or any(event["event"] == "stop" for event in run.events()):
+                if run.finished or has_diverged(run):
                     continue
                 own = {"learning_rate": rate, "seed": seed, "data_seed": seed}
                 try:
@@ -61,8 +61,8 @@ def store(out: Path, results: Path = RESULTS) -> Path:
         for rate in RATES:
             for mechanism in E4_MECHANISMS:
                 run = RunFolder(out / name_of(mechanism, rate, seed))
-                if not run.exists:
-                    raise ValueError(f"{run.path} is missing; run the grid first")
+                if not (run.finished or has_diverged(run)):
+                    raise ValueError(f"{run.path} is missing or not finished; run the grid first")
                 lines.append({"mechanism": mechanism, "learning_rate": rate, "seed": seed, **summary(run)})
     machine = describe_machine("cpu")
     path = results / f"e4_cpu_{machine['date'][:10]}.jsonl"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from affine_attention.files import read_lines
+from affine_attention.lab.run import RunFolder
 from studies.experiments import e4_cpu
 from studies.experiments import e4_report as e4
 
@@ -66,3 +68,9 @@ def test_the_grid_runs_resumes_and_is_stored(tmp_path, monkeypatch):
     (line,) = list(read_lines(e4_cpu.store(tmp_path / "runs", tmp_path)))[1:]
     assert line["eval_loss"] < line["untrained_loss"] + 1
     assert 0 <= line["clipped_share"] <= 1
+    # A run that a signal stopped is trained on, and is not stored.
+    run = RunFolder(tmp_path / "runs" / e4_cpu.name_of("affine", 1e-3, 0))
+    shutil.rmtree(run.model)
+    run.add_event("stop", step=2, reason="SIGTERM")
+    with pytest.raises(ValueError, match="is missing or not finished; run the grid first"):
+        e4_cpu.store(tmp_path / "runs", tmp_path)
