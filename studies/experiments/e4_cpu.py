@@ -1,8 +1,8 @@
 """Runs the CPU version of E4 (e4.md): 1M-parameter students at five learning rates, five mechanisms, two seeds.
 
-    python -m studies.experiments.e4_cpu runs/e4_cpu             # 50 runs, about 12 minutes on one core; resumes
+    python -m studies.experiments.e4_cpu runs/e4_cpu             # 50 runs, 10 to 40 minutes on one core; resumes
     python -m studies.experiments.e4_cpu runs/e4_cpu --store     # collects them into the stored result
-    python -m studies.experiments.e4_cpu --report                # prints the tables of docs/experiments.md
+    python -m studies.experiments.e4_cpu --report                # tables and figure of docs/experiments.md
 
 The GPU version with 30M parameters is `python -m studies.experiments.run e4`.
 """
@@ -63,12 +63,20 @@ def store(out: Path, results: Path = RESULTS) -> Path:
                 run = RunFolder(out / name_of(mechanism, rate, seed))
                 if not (run.finished or has_diverged(run)):
                     raise ValueError(f"{run.path} is missing or not finished; run the grid first")
-                lines.append({"mechanism": mechanism, "learning_rate": rate, "seed": seed, **summary(run)})
+                seconds = next((event["seconds"] for event in run.events() if event["event"] == "finish"), None)
+                own = {"mechanism": mechanism, "learning_rate": rate, "seed": seed, "seconds": seconds}
+                lines.append(own | summary(run))
     machine = describe_machine("cpu")
     path = results / f"e4_cpu_{machine['date'][:10]}.jsonl"
     head = {"experiment": "E4, CPU version", "machine": machine, "settings": SETTINGS}
     write_text(path, "".join(json.dumps(rounded(line)) + "\n" for line in (head, *lines)))
     return path
+
+
+def load() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(machine and settings, runs) of the newest stored result."""
+    head, *runs = read_lines(max(RESULTS.glob("e4_cpu_*.jsonl")))
+    return head, runs
 
 
 def main() -> None:
@@ -78,8 +86,13 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     if given.report:
-        _, *runs = read_lines(max(RESULTS.glob("e4_cpu_*.jsonl")))
+        from .e4_figure import write_figure
+
+        head, runs = load()
         print("\n\n".join("\n".join(table) for table in tables(runs)))
+        minutes = sum(run["seconds"] or 0 for run in runs) / 60
+        print(f"\n{len(runs)} runs, {minutes:.0f} minutes of training, {head['machine']['device']}")
+        print(f"written to {write_figure(runs)}")
         return
     if given.out is None:
         parser.error("OUT is needed unless --report is given")

@@ -19,7 +19,7 @@ from affine_attention.lab.report.statistics import Estimate, estimate, t_quantil
 
 from .design_runs import DesignRuns, Values, collect, design
 from .plans import E5_BRANCHES, E5_LONG, E5_MECHANISMS, SEEDS
-from .verdicts import CONFIRMED, MISSING, REFUTED, Verdict, is_above, is_below, shown, verdict_lines, waiting
+from .verdicts import CONFIRMED, MISSING, REFUTED, Verdict, is_above, is_below, shown, signed, verdict_lines, waiting
 
 TOKENS_OF_A_STEP = 64 * 1024
 LENGTHS = (*(branch["steps"] for branch in E5_BRANCHES), E5_LONG["steps"])  # in steps
@@ -50,7 +50,7 @@ def lasts(losses: Values) -> Verdict:
         return row
     gap, remark = gap_of(losses, "softmax", "affine", last)
     before = gap_of(losses, "softmax", "affine", first)[0].mean
-    statistic = f"g(152M) {shown(gap)}, g(38M) {before:.3f}"
+    statistic = f"g(152M) {shown(gap)}, g(38M) {signed(before)}"
     if not is_above(gap):
         return Verdict(test, statistic, REFUTED, remark)
     if gap.mean >= before / 2:
@@ -184,6 +184,8 @@ def power_table(losses: Values) -> list[str]:
             lines.append(f"| {mechanism} | {MISSING} | – | – |")
             continue
         pooled = pooled_power(losses, own) if own.half_width is not None else None
-        words = " / ".join(f"{value:.2f}" for value in values) + ("" if logarithmic else " (− slope of g)")
+        words = " / ".join(f"{value:.2f}" for value in values).replace("-", "−") + (
+            "" if logarithmic else " (− slope of g)"
+        )
         lines.append(f"| {mechanism} | {words} | {shown(own, 2)} | {shown(pooled, 2) if pooled is not None else '–'} |")
     return lines
