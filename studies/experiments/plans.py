@@ -92,12 +92,25 @@ class ScaledStarts(Plan):
         return self._softmax(seed).with_settings(start)
 
 
+@dataclass(frozen=True)
+class MayDiverge(Plan):
+    """A plan in which a run that becomes non-finite is a result: it is not trained again."""
+
+    def jobs(self, out: Path) -> list[Job]:
+        return [job for job in super().jobs(out) if not has_diverged(RunFolder(Path(out) / job.name))]
+
+
+def has_diverged(run: RunFolder) -> bool:
+    """True if training stopped because a loss or a gradient was not finite, and not by a signal."""
+    ends = [event for event in run.events() if event.get("event") in ("stop", "error", "finish")]
+    return bool(ends) and ends[-1]["event"] == "stop" and str(ends[-1].get("reason")).startswith("NotFiniteError")
+
+
 def plan_e1(given: argparse.Namespace) -> list[Plan]:
     """The new students of E1, and one softmax student that repeats a stored run."""
     usual = make_plan(given, "30m", E1_VARIANTS, given.seeds or SEEDS, learning_rate=1e-3)
-    fields = {field.name: getattr(usual, field.name) for field in dataclasses.fields(Plan)}
     return [
-        ScaledStarts(**fields, starts=Path(given.out) / "starts"),
+        ScaledStarts(**_fields(usual), starts=Path(given.out) / "starts"),
         make_plan(given, "30m", ["softmax"], [0], learning_rate=1e-3),
     ]
 
@@ -119,7 +132,7 @@ def plan_e4(given: argparse.Namespace) -> list[Plan]:
     """Five mechanisms at five learning rates; the held-out loss and the log are enough, so there are no tasks."""
     variants = [f"{mechanism}+learning_rate={rate}" for rate in RATES for mechanism in E4_MECHANISMS]
     plan = make_plan(given, "30m", variants, given.seeds or SEEDS[:2], **E4_SETTINGS)
-    return [dataclasses.replace(plan, tasks=None, perplexity={})]
+    return [MayDiverge(**_fields(dataclasses.replace(plan, tasks=None, perplexity={})))]
 
 
 def plan_e5(given: argparse.Namespace) -> list[Plan]:
@@ -172,6 +185,10 @@ def start_branch(long: RunFolder, branch: RunFolder, chosen: Recipe) -> None:
     branch.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     write_json(branch.recipe_file, chosen.to_dict())  # last: from here on the folder is a run
     branch.add_event("branch", step=step, of=long.path.name)
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
 
 
 PLANS: dict[str, Any] = {"e1": plan_e1, "e2": plan_e2, "e4": plan_e4, "e5": plan_e5}

@@ -19,13 +19,14 @@ import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from affine_attention.lab.run import RunFolder
+from affine_attention.lab.training import NotFiniteError
 from affine_attention.study import Plan, run_study
 from studies.store import store
 
-from .plans import PLANS, ScaledStarts, runs_of, start_branches
+from .plans import PLANS, ScaledStarts, has_diverged, runs_of, start_branches
 
 
 def run_experiment(name: str, plans: list[Plan], out: Path, device: str | None, parallel: int) -> None:
@@ -38,7 +39,20 @@ def run_experiment(name: str, plans: list[Plan], out: Path, device: str | None, 
             start_branches(plan, out)
         # The branches of E5 start from the checkpoints of the long runs, which are therefore kept.
         keep = name == "e5" and not is_branches
-        run_study(plan, out, device=device, parallel=parallel, keep_weights=keep)
+        run_plan(plan, out, device=device, parallel=parallel, keep_weights=keep)
+
+
+def run_plan(plan: Plan, out: Path, **options: Any) -> None:
+    """Runs a study; if a run of E4 becomes non-finite, the study goes on without it."""
+    left = len(plan.jobs(out))
+    while True:
+        try:
+            run_study(plan, out, **options)
+            return
+        except (NotFiniteError, ValueError):  # a worker process reports a ValueError
+            before, left = left, len(plan.jobs(out))
+            if left == before:
+                raise
 
 
 def pack(out: Path, archive: Path) -> int:
@@ -54,8 +68,11 @@ def pack(out: Path, archive: Path) -> int:
     return len(runs)
 
 
-def unpack(archive: Path, out: Path) -> int:
-    """Restores the finished runs of an archive that the folder does not have; returns their number."""
+def unpack(archive: Path, out: Path, *, with_unfinished: bool = False) -> int:
+    """Restores the runs of an archive that the folder does not have; returns their number.
+
+    By default those that are trained: finished, or non-finite.
+    """
     restored = 0
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as file:
@@ -64,7 +81,8 @@ def unpack(archive: Path, out: Path) -> int:
             run = RunFolder(path)
             if not run.exists or (out / path.name).exists():
                 continue
-            if not any(event.get("event") == "finish" for event in run.events()):
+            is_trained = has_diverged(run) or any(event.get("event") == "finish" for event in run.events())
+            if not (is_trained or with_unfinished):
                 continue
             for packed in path.glob("*.xz"):
                 (path / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))

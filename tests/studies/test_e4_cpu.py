@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from affine_attention.files import read_lines
-from studies.experiments import e4_cpu as e4
+from affine_attention.lab.run import RunFolder
+from studies.experiments import e4_cpu, e4_figure
+from studies.experiments import e4_report as e4
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -22,7 +25,7 @@ def made(noise=0.0, seed=0):
         (mechanism, rate, s): 3 + slope * abs(place - 2) + 0.5 * s + noise * generator.standard_normal()
         for mechanism, slope in slopes.items()
         for place, rate in enumerate(e4.RATES)
-        for s in e4.SEEDS
+        for s in e4.TWO
     }
 
 
@@ -55,13 +58,43 @@ def test_a_diverged_run_counts_as_untrained():
 
 
 def test_the_grid_runs_resumes_and_is_stored(tmp_path, monkeypatch):
-    monkeypatch.setattr(e4, "E4_MECHANISMS", ("affine",))
-    monkeypatch.setattr(e4, "RATES", (1e-3,))
-    monkeypatch.setattr(e4, "SEEDS", (0,))
+    monkeypatch.setattr(e4_cpu, "E4_MECHANISMS", ("affine",))
+    monkeypatch.setattr(e4_cpu, "RATES", (1e-3,))
+    monkeypatch.setattr(e4_cpu, "SEEDS", (0,))
     tiny = {"steps": 3, "warmup_steps": 1, "decay_steps": 1, "sequence_length": 32, "global_batch": 2}
     changes = {"student_changes": {"num_hidden_layers": 1, "vocab_size": 2048}}
     for _ in range(2):
-        e4.run_grid(tmp_path / "runs", e4.SETTINGS | tiny | changes)
-    (line,) = list(read_lines(e4.store(tmp_path / "runs", tmp_path)))[1:]
+        e4_cpu.run_grid(tmp_path / "runs", e4_cpu.SETTINGS | tiny | changes)
+    (line,) = list(read_lines(e4_cpu.store(tmp_path / "runs", tmp_path)))[1:]
     assert line["eval_loss"] < line["untrained_loss"] + 1
     assert 0 <= line["clipped_share"] <= 1
+    # A run that a signal stopped is trained on, and is not stored.
+    run = RunFolder(tmp_path / "runs" / e4_cpu.name_of("affine", 1e-3, 0))
+    shutil.rmtree(run.model)
+    run.add_event("stop", step=2, reason="SIGTERM")
+    with pytest.raises(ValueError, match="is missing or not finished; run the grid first"):
+        e4_cpu.store(tmp_path / "runs", tmp_path)
+
+
+def test_the_stored_result_is_complete_and_names_no_machine():
+    head, runs = e4_cpu.load()
+    cells = [(run["mechanism"], run["learning_rate"], run["seed"]) for run in runs]
+    assert set(cells) == {(m, rate, seed) for m in e4_cpu.E4_MECHANISMS for rate in e4_cpu.RATES for seed in e4.TWO}
+    assert len(cells) == len(set(cells))
+    assert head["settings"]["steps"] == e4_cpu.SETTINGS["steps"]
+    assert not any(word in str(head) for word in ("/tmp/", "/root/", "/home/", "/work/"))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_stored_result():
+    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8").splitlines()
+    for line in (line for table in e4.tables(e4_cpu.load()[1]) for line in table):
+        assert line in page, "run `python -m studies.experiments.e4_cpu --report`"
+
+
+def test_the_figure_of_the_docs_is_that_of_the_stored_result(tmp_path):
+    from matplotlib.image import imread
+
+    new = imread(e4_figure.write_figure(e4_cpu.load()[1], tmp_path / "new.png"))[..., :3] * 255
+    kept = imread(e4_figure.IMAGE)[..., :3] * 255
+    assert new.shape == kept.shape
+    assert np.abs(new - kept).mean() < 2, "run `python -m studies.experiments.e4_cpu --report`"

@@ -153,6 +153,41 @@ def test_e4_runs_every_rate(places, tmp_path, monkeypatch):
         assert max(line["learning_rate"] for line in run.log()) == pytest.approx(rate)
 
 
+def test_e4_goes_on_without_a_run_that_became_non_finite(places, tmp_path, monkeypatch):
+    monkeypatch.setattr(plans, "E4_MECHANISMS", ("softmax", "affine"))
+    monkeypatch.setattr(plans, "RATES", (8e-3,))
+    (plan,) = plan_of(places, "e4", tmp_path, "--seeds", "0")
+    first, second = (job.name for job in plan.jobs(tmp_path))
+    calls = []
+
+    def fake_study(plan, out, **options):
+        calls.append([job.name for job in plan.jobs(out)])
+        if len(calls) == 1:
+            run = RunFolder(out / first)
+            run.add_event("stop", step=3, reason="SIGTERM")  # an earlier call, which is no result
+            assert first in [job.name for job in plan.jobs(out)]
+            run.add_event("stop", step=4, reason="NotFiniteError: the loss is not finite")
+            (run.path / "recipe.json").write_text(json.dumps(plan.jobs(out / "elsewhere")[0].recipe.to_dict()))
+            run.log_file.write_text("")
+            raise ValueError("a student failed")
+
+    monkeypatch.setattr(experiments, "run_study", fake_study)
+    experiments.run_plan(plan, tmp_path)
+    assert calls == [[first, second], [second]]
+
+    # On another machine the non-finite run is taken from the archive and is not trained again.
+    experiments.pack(tmp_path, tmp_path / "e4.tar.xz")
+    assert experiments.unpack(tmp_path / "e4.tar.xz", tmp_path / "there") == 1
+    assert [job.name for job in plan.jobs(tmp_path / "there")] == [second]
+
+    def fail(plan, out, **options):
+        raise ValueError("another reason")
+
+    monkeypatch.setattr(experiments, "run_study", fail)
+    with pytest.raises(ValueError, match="another reason"):
+        experiments.run_plan(plan, tmp_path)
+
+
 @pytest.fixture
 def short_e5(monkeypatch):
     monkeypatch.setattr(plans, "E5_MECHANISMS", ("affine",))
