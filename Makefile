@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack hf-suite sanitize hub-kernel wheel clean test-newest
+.PHONY: study study-report docs pictures test test-all lint accuracy benchmark crash attack hf-suite sanitize hub-kernel wheel clean test-newest test-titan
 
 study: $(READY)
 	$(RUN) -m affine_attention study $(STUDY)
@@ -38,6 +38,11 @@ NEWEST_TESTS := $(addprefix tests/hf/test_,accelerate.py adapters.py attach.py c
 	masks.py paged.py sequence.py serving.py students.py token_mixing.py training.py) tests/ops/test_finish.py
 test-newest: $(NEWEST)/.ready
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS)
+
+# The override of torchtitan, which needs datasets < 4.8 and so has an environment of its own.
+TITAN := .venv-titan
+test-titan: $(TITAN)/.ready
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m "slow or not slow" tests/test_torchtitan.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -85,5 +90,13 @@ $(NEWEST)/.ready: pyproject.toml constraints-newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-newest.txt --no-build-isolation --editable ".[test]"
 	touch $(NEWEST)/.ready
 
+$(TITAN)/.ready: pyproject.toml constraints-titan.txt
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-titan.txt "setuptools>=77"
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-titan.txt \
+		numpy pytest "torchtitan>=0.3" triton
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-titan.txt --no-build-isolation --editable .
+	touch $(TITAN)/.ready
+
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(TITAN) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -85,7 +85,8 @@ def _is_plain_linear(proj: nn.Module, hidden: Tensor) -> bool:
     Every name that is read here becomes a guard of a compiled layer. `torch.X` would be two and a third, in Python,
     because other modules have `torch` too.
     """
-    if type(proj) is not Linear or type(hidden) is not Tensor:
+    # A subclass that computes the same is torchtitan's Linear, for one.
+    if (type(proj) is not Linear and type(proj).forward is not Linear.forward) or type(hidden) is not Tensor:
         return False
     # Not proj.weight: an attribute of a module that is a parameter takes ten times as long to find.
     parameters = proj._parameters
@@ -104,7 +105,9 @@ def _both_scores(hidden: Tensor, proj: nn.Module, beta_proj: nn.Module) -> tuple
     """W_a x and W_b x from one GEMM, which reads the hidden states once; None where the modules must be called."""
     weights: list[Any] = []
     for module in (proj, beta_proj):
-        if type(module) is not Linear or module.bias is not None or _is_altered(module):
+        if type(module) is not Linear and type(module).forward is not Linear.forward:
+            return None
+        if module.bias is not None or _is_altered(module):
             return None
         weights.append(module.weight)
     w_a, w_b = weights

@@ -21,6 +21,7 @@ from affine_attention import (
 )
 from affine_attention.nn import commit
 from affine_attention.nn.commit import affine_scales
+from affine_attention.nn.scaling import _is_plain_linear
 
 from .models import TinyLM, make_tokens, running_alphas, summed_loss
 
@@ -517,3 +518,23 @@ def test_devices_without_fp64_collect_in_fp32(monkeypatch):
     before = scale.running_alpha.clone()
     commit_running_alpha(scale)
     assert not torch.equal(scale.running_alpha, before)
+
+
+def test_a_subclass_of_linear_takes_the_fused_paths_if_it_computes_the_same():
+    class Same(torch.nn.Linear):
+        pass
+
+    class Other(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    hidden = torch.randn(2, 3, 8)
+    assert _is_plain_linear(Same(8, 4, bias=False), hidden)
+    assert not _is_plain_linear(Other(8, 4, bias=False), hidden)
+    scale = AffineScale(Mechanism.named("affine_free"), 8, 4)
+    alpha, beta = scale(hidden, 5)
+    for kind, equal in ((Same, True), (Other, False)):
+        scale.beta_proj.__class__ = kind
+        same_alpha, same_beta = scale(hidden, 5)
+        torch.testing.assert_close(same_alpha, alpha)
+        assert torch.allclose(same_beta, beta) == equal
