@@ -1,6 +1,7 @@
 """Runs everything that needs a GPU, step by step within a time limit: tests first, then benchmarks.
 
     python -m benchmarks.gpu OUT --minutes 9          # goes on with what is missing when called again
+    python -m benchmarks.gpu OUT --workers 8          # tests in 8 processes, which need pytest-xdist
     python -m benchmarks.gpu OUT --list               # the steps and their state
     python -m benchmarks.gpu OUT --only ranges loop
 
@@ -38,10 +39,11 @@ STEPS = (
     _tests("flash", 3, "tests/ops/fused/flash/test_kernels.py", "tests/ops/fused/flash/test_weights.py",
            "tests/ops/fused/flash/test_flash.py", "tests/ops/fused/shared"),
     _tests("operator", 3, "tests/ops/test_varlen.py", "tests/ops/test_extremes.py", "tests/ops/fused/test_finish.py",
-           "tests/ops/fused/decode", "tests/ops/fused/test_coefficients.py"),
+           "tests/ops/fused/decode", "tests/ops/fused/test_coefficients.py", "tests/ops/test_sdpa.py"),
     _tests("hopper", 3, "tests/ops/fused/hopper/test_backward.py", "tests/ops/fused/hopper/test_forward.py",
            "tests/ops/fused/cudnn", "tests/ops/fused/test_projected.py", "tests/ops/fused/test_projection.py"),
-    Step("loop", ("benchmarks.loop", "--only", "train", "generate", "commit", "device", "--write"), 5),
+    Step("train", ("benchmarks.loop", "--only", "train", "--name", "loop-train", "--write"), 3),
+    Step("loop", ("benchmarks.loop", "--only", "host", "device", "commit", "generate", "--write"), 4),
     _tests("models", 4, "tests/hf/test_graphs.py", "tests/nn/test_gpu.py", "tests/hf/test_paged.py"),
     _tests("gluon", 4, "tests/ops/fused/hopper/test_gluon_forward.py",
            "tests/ops/fused/hopper/test_ranges.py"),
@@ -63,7 +65,7 @@ def read_state(out: Path) -> dict[str, dict[str, object]]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def run(out: Path, steps: Sequence[Step], minutes: float) -> dict[str, dict[str, object]]:
+def run(out: Path, steps: Sequence[Step], minutes: float, workers: int = 0) -> dict[str, dict[str, object]]:
     """Runs the steps in order until the time is used up; returns the state of all steps that have run."""
     out.mkdir(parents=True, exist_ok=True)
     state, end = read_state(out), time.monotonic() + 60 * minutes
@@ -73,7 +75,8 @@ def run(out: Path, steps: Sequence[Step], minutes: float) -> dict[str, dict[str,
         if left < 20:
             break
         begin = time.monotonic()
-        code = _call([sys.executable, "-m", *step.arguments], environment, out / f"{step.name}.log",
+        processes = ("-n", str(workers)) if workers and step.arguments[0] == "pytest" else ()
+        code = _call([sys.executable, "-m", *step.arguments, *processes], environment, out / f"{step.name}.log",
                      min(left, 60 * step.minutes))  # fmt: skip
         seconds = round(time.monotonic() - begin, 1)
         outcome = PASSED if code == 0 else FAILED if code is not None or 60 * step.minutes <= left else INTERRUPTED
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many minutes (default 60)")
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=f"run these: {', '.join(names)}")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a step of tests; 0: one, without xdist")
     parser.add_argument("--list", action="store_true", help="print the steps and their state, and stop")
     given = parser.parse_args()
     state = read_state(given.out)
@@ -115,7 +119,7 @@ def main() -> None:
     again = [step for step in STEPS if step.name in given.only] if given.only else [
         step for step in STEPS if state.get(step.name, {}).get("outcome") not in (PASSED, FAILED)
     ]  # fmt: skip
-    state = run(given.out, again, given.minutes)
+    state = run(given.out, again, given.minutes, given.workers)
     failed = [name for name, each in state.items() if each["outcome"] == FAILED]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; see {given.out}/STEP.log")

@@ -336,6 +336,14 @@ def test_a_gpu_step_that_the_limit_interrupts_runs_again(tmp_path, monkeypatch):
     assert gpu.run(tmp_path / "out", [slow], 0.5)["slow"]["outcome"] == "interrupted"
 
 
+def test_gpu_steps_of_tests_run_in_several_processes(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(gpu, "_call", lambda command, *_: commands.append(command[2:]) or 0)
+    steps = [gpu.Step("tests", ("pytest", "tests"), 1), gpu.Step("loop", ("benchmarks.loop",), 1)]
+    gpu.run(tmp_path, steps, 5, workers=8)
+    assert commands == [["pytest", "tests", "-n", "8"], ["benchmarks.loop"]]
+
+
 def test_every_gpu_step_exists():
     for step in gpu.STEPS:
         module, *arguments = step.arguments
