@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for kind in {item.cls for item in items if getattr(item, "cls", None) is not None}:
         if hasattr(kind, "all_model_classes"):
             kind.setUp = _with_mechanism(kind.setUp, name)
+            _replace_imported(sys.modules[kind.__module__])
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -78,12 +79,24 @@ def _with_own_names(get_values: Any) -> Any:
     return values
 
 
+def _replace_imported(module: Any) -> None:
+    """Some tests build a class by the name under which their file imports it."""
+    from transformers import PreTrainedModel
+
+    for name, value in list(vars(module).items()):
+        if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is not None:
+            setattr(module, name, _affine(value))
+
+
+def _affine(kind: Any) -> Any:
+    from affine_attention.hf.classes import AffineModelMixin, affine_model_class
+
+    return kind if issubclass(kind, AffineModelMixin) else affine_model_class(kind)
+
+
 def _with_mechanism(set_up: Any, name: str) -> Any:
     from affine_attention import Mechanism
-    from affine_attention.hf.classes import AffineModelMixin, affine_config_class, affine_model_class
-
-    def affine(kind: Any) -> Any:
-        return kind if issubclass(kind, AffineModelMixin) else affine_model_class(kind)
+    from affine_attention.hf.classes import affine_config_class
 
     def attached(config: Any) -> Any:
         if not hasattr(config, "affine_attention"):
@@ -99,8 +112,8 @@ def _with_mechanism(set_up: Any, name: str) -> Any:
         tester.get_config = lambda *args, **kwargs: attached(make(*args, **kwargs))
         for attribute in CLASSES:
             if getattr(tester, attribute, None) is not None:
-                setattr(tester, attribute, affine(getattr(tester, attribute)))
-        test.all_model_classes = tuple(affine(kind) for kind in test.all_model_classes)
+                setattr(tester, attribute, _affine(getattr(tester, attribute)))
+        test.all_model_classes = tuple(_affine(kind) for kind in test.all_model_classes)
 
     return setUp
 
