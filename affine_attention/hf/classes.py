@@ -107,7 +107,9 @@ class AffineConfigMixin(_OwnNames):
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
         _tell_server(own.get("architectures") or ())
-        return super().from_dict(own, **kwargs)  # type: ignore[misc]
+        found = super().from_dict(own, **kwargs)  # type: ignore[misc]
+        mark_part(found[0] if isinstance(found, tuple) else found)
+        return found
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -29,9 +29,12 @@ CLASSES = ("base_model_class", "causal_lm_class", "sequence_classification_class
 # Test names without their class, and why they cannot pass on a model with a mechanism.
 _OWN_NAMES = "the names eager and sdpa choose implementations of the operator and are stored under names of ours"
 KNOWN: dict[str, str] = {
+    "test_attn_implementation_composite_models": _OWN_NAMES,
     "test_can_init_all_missing_weights": "W_a is drawn outside of the function whose draws the test seeds",
     "test_can_set_attention_dynamically": _OWN_NAMES,
+    "test_can_set_attention_dynamically_composite_model": _OWN_NAMES,
     "test_config_attn_implementation_setter": _OWN_NAMES,
+    "test_sdpa_can_dispatch_composite_models": _OWN_NAMES,
     "test_sdpa_can_dispatch_non_composite_models": _OWN_NAMES,
     "test_inherits_generation_mixin": "the test looks at the direct bases of a class alone",
     "test_retain_grad_hidden_states_attentions": "returned weights are computed a second time, beside the output",
@@ -96,13 +99,14 @@ def _affine(kind: Any) -> Any:
 
 def _with_mechanism(set_up: Any, name: str) -> Any:
     from affine_attention import Mechanism
-    from affine_attention.hf.classes import affine_config_class
+    from affine_attention.hf.classes import affine_config_class, mark_part
 
     def attached(config: Any) -> Any:
         if not hasattr(config, "affine_attention"):
             config.affine_attention = {"mechanism": Mechanism.named(name).to_dict(), "start": "fresh"}
             config.__class__ = affine_config_class(type(config))
             config._attn_implementation = None
+            mark_part(config)
         return config
 
     def setUp(test: Any) -> None:
