@@ -29,6 +29,7 @@ CLASSES = ("base_model_class", "causal_lm_class", "sequence_classification_class
 # Test names without their class, and why they cannot pass on a model with a mechanism.
 _OWN_NAMES = "the names eager and sdpa choose implementations of the operator and are stored under names of ours"
 KNOWN: dict[str, str] = {
+    "test_attention_mask_composition": "the test reads the additive mask of eager attention, and ours is boolean",
     "test_attn_implementation_composite_models": _OWN_NAMES,
     "test_can_init_all_missing_weights": "W_a is drawn outside of the function whose draws the test seeds",
     "test_can_set_attention_dynamically": _OWN_NAMES,
