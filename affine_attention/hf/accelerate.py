@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -170,12 +171,14 @@ def operator_attention(
     if isinstance(s_aux, DTensor):
         s_aux = s_aux.to_local()  # tensor parallelism: the sinks of this rank's heads
     arguments, num_keys = _read(others, attention_mask, query, key)
-    if num_keys < key.shape[2]:
+    unused = key.shape[2] - num_keys  # slots of a preallocated cache
+    if unused > 0:
         key, value = key[:, :, :num_keys], value[:, :, :num_keys]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     weights = None
     if others.get("output_attentions"):
         weights = attention_weights(query, key, sink=s_aux, softmax_scale=scale, **arguments).to(query.dtype)
+        weights = pad(weights, (0, unused)) if unused > 0 else weights  # eager attention returns their zeros
     value_dim = value.shape[3]
     if value_dim != query.shape[3]:
         query, key, value = _same_width(query, key, value)

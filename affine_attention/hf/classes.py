@@ -107,7 +107,9 @@ class AffineConfigMixin(_OwnNames):
         own["model_type"] = cls.model_type  # type: ignore[attr-defined]
         check_settings(own.get("affine_attention"))
         _tell_server(own.get("architectures") or ())
-        return super().from_dict(own, **kwargs)  # type: ignore[misc]
+        found = super().from_dict(own, **kwargs)  # type: ignore[misc]
+        mark_part(found[0] if isinstance(found, tuple) else found)
+        return found
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -153,14 +155,15 @@ class AffineModelMixin:
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any):
         settings = check_settings(getattr(config, "affine_attention", None))
+        mechanism = Mechanism.from_dict(settings["mechanism"])
         unmark_part(config)  # the auto classes that build the towers know plain classes alone
         text = decoder_config(config)
         if text._attn_implementation not in OPERATOR_IMPL:
             text._attn_implementation_internal = config._attn_implementation
-        text.base_model_tp_plan = head_plan(text.base_model_tp_plan, SLOT)
+        text.base_model_tp_plan = head_plan(text.base_model_tp_plan, SLOT, mechanism)
         super().__init__(config, *inputs, **kwargs)  # type: ignore[call-arg]
         mark_part(self.config)
-        install(self, Mechanism.from_dict(settings["mechanism"]), settings["start"])  # type: ignore[arg-type]
+        install(self, mechanism, settings["start"])  # type: ignore[arg-type]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         return own_implementation(attn_implementation)

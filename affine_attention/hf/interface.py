@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -242,6 +243,8 @@ def affine_attention(
     if difference is not None:
         out = subtract_next(out, difference, num_kv_heads)
         weights = None if weights is None else subtract_next(weights, difference, num_kv_heads)
+    if weights is not None and num_keys < keys:
+        weights = pad(weights, (0, keys - num_keys))  # to the length of a preallocated cache, as transformers does
     # Contiguous like transformers' own: a model may use view (afmoe does).
     return out.transpose(1, 2).contiguous(), weights
 

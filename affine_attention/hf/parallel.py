@@ -15,21 +15,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..nn import AttentionMechanism
+from ..nn import AttentionMechanism, Mechanism
 from ..nn.arguments import check_no_context_parallel
 
 STYLE = "colwise"  # transformers' name for sharding the output features, here the heads
 
 
-def head_plan(plan: dict[str, str] | None, slot: str) -> dict[str, str] | None:
-    """Adds the entries of a mechanism to the plan of a family, if the family shards its query heads."""
+def head_plan(plan: dict[str, str] | None, slot: str, mechanism: Mechanism) -> dict[str, str] | None:
+    """Adds an entry for each parameter of a mechanism to the plan of a family, if the family shards its query heads."""
     if plan is None:
         return None
     modules = [
         name.removesuffix(".q_proj") for name, style in plan.items() if name.endswith(".q_proj") and style == STYLE
     ]
-    projections = ("scale.proj", "scale.beta_proj", "gate_proj", "sink_proj", "difference_proj")
-    parts = (*projections, "scale.head_alpha", "scale.head_beta", "sink", "head_exclusion", "norm_weight")
+    example = AttentionMechanism(mechanism, 4, 4, 4, device="meta")
+    # Every parameter has the heads first. Transformers matches a linear layer by its name, and not by its weight's.
+    parts = [name.removesuffix(".weight") for name, _ in example.named_parameters()]
     return plan | {f"{module}.{slot}.{part}": STYLE for module in modules for part in parts}
 
 

@@ -325,6 +325,16 @@ def test_weights_are_returned_with_sinks_in_them():
     assert fast(tokens).attentions is None
 
 
+def test_weights_have_the_length_of_a_preallocated_cache():
+    found = []
+    for model in pair("gpt_oss"):
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        with torch.no_grad():
+            found.append(model(make_tokens(2, 7), past_key_values=cache, output_attentions=True).attentions)
+    for theirs, ours in zip(*found, strict=True):
+        assert distance(theirs, ours) < 2e-5
+
+
 def test_the_report_names_every_layer():
     plain, fast = pair("mimo_v2_flash")
     report = hf.explain(plain)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.hf import WeightsNotice, attach, detach
@@ -108,6 +108,16 @@ def test_a_folder_holds_the_mechanism_and_never_loads_as_plain_softmax(family, t
     plain = model.plain_class.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="needs a model with a mechanism"):
         plain(**batch)
+
+
+def test_the_configuration_of_a_folder_takes_output_attentions_for_the_decoder(tmp_path):
+    """A plain class of transformers takes it with eager attention alone."""
+    multimodal_model("llava", MECHANISM).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    decoder_config(config).output_attentions = True
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, config=config)
+    assert decoder_config(model.config).output_attentions
+    assert [layer.mechanism for layer in mechanisms(model)] == [MECHANISM] * 2
 
 
 @EACH_FAMILY

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from affine_attention import Mechanism, attention
 from affine_attention.hf import interface
@@ -249,3 +249,17 @@ def test_output_attentions_are_the_weights_that_were_used():
     assert last.shape == (3, 4, 1, 9)
     average = model.model.layers[1].self_attn.affine.scale.running_alpha
     torch.testing.assert_close(last.sum(-1), average[None, :, None].expand(3, -1, 1), **CLOSE)
+
+
+@pytest.mark.parametrize("mechanism", ["affine", "differential"])
+def test_output_attentions_have_the_length_of_a_preallocated_cache(mechanism):
+    model = make_model(mechanism=Mechanism.named(mechanism))
+    tokens = make_tokens(2, 5)
+    cache = StaticCache(config=model.config, max_cache_len=9)
+    with torch.no_grad():
+        expected = model(tokens, output_attentions=True).attentions
+        found = model(tokens, past_key_values=cache, output_attentions=True).attentions
+    for mine, truth in zip(found, expected, strict=True):
+        assert mine.shape == (*truth.shape[:-1], 9)
+        torch.testing.assert_close(mine[..., :5], truth, **CLOSE)
+        assert not mine[..., 5:].any()

@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM
 from affine_attention import Mechanism, commit_running_alpha
 from affine_attention.hf import data_parallel_group
 from affine_attention.hf.parallel import head_plan
+from affine_attention.nn.mechanism import as_mechanism
 from tests.nn.test_distributed import free_port
 
 from .models import make_model, make_tokens, running_alphas
 from .test_training import summed_loss
 
 WORLD = 2
-PARTS = ("scale.proj", "scale.beta_proj", "scale.head_alpha", "scale.head_beta", "gate_proj", "sink", "sink_proj",
-         "difference_proj", "head_exclusion", "norm_weight")  # fmt: skip
 
 
 def worker(rank: int, port: int, folder: str, kind: str) -> None:
@@ -98,10 +97,29 @@ def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):
     torch.testing.assert_close(again(make_tokens()).logits, single.eval()(make_tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_plan_entries_are_added_only_where_heads_are_sharded():
+@pytest.mark.parametrize(
+    ("mechanism", "parts"),
+    [
+        ("softmax", set()),
+        ("constant_alpha", set()),
+        ("affine", {"scale.proj"}),
+        ("affine_free", {"scale.proj", "scale.beta_proj"}),
+        ("sink", {"sink"}),
+        ("off_by_one", set()),
+        (Mechanism("heads", activation="per_head", gate=True), {"scale.head_alpha", "gate_proj"}),
+        (Mechanism("x", exclusion="learned", head_norm=True), {"head_exclusion", "norm_weight"}),
+        (Mechanism("tokens", sink="token", differential=True), {"sink_proj", "difference_proj"}),
+    ],
+)
+def test_the_plan_gets_the_parameters_of_the_mechanism_alone(mechanism, parts):
+    """Transformers warns about entries that no parameter has."""
     plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
-    added = set(head_plan(plan, "affine")) - set(plan)
-    assert added == {f"layers.*.self_attn.affine.{part}" for part in PARTS}
+    added = set(head_plan(plan, "affine", as_mechanism(mechanism))) - set(plan)
+    assert added == {f"layers.*.self_attn.affine.{part}" for part in parts}
+
+
+def test_plan_entries_are_added_only_where_heads_are_sharded():
+    mechanism = Mechanism.named("affine")
     whole = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
-    assert head_plan(whole, "affine") == whole
-    assert head_plan(None, "affine") is None
+    assert head_plan(whole, "affine", mechanism) == whole
+    assert head_plan(None, "affine", mechanism) is None
