@@ -143,7 +143,7 @@ def run(checkout: Path, family: str, mechanism: str | None, select: str | None, 
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
             (logs / f"{family}-{mechanism or 'plain'}.log").write_text(done.stdout + done.stderr)
-        if not results.is_file():
+        if done.returncode not in (0, 1) or not results.is_file():  # tests failed is 1; no test ran is 2 and more
             raise SystemExit(f"the tests of {family} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return dict(json.loads(results.read_text()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 from transformers import LlamaConfig
 from transformers.models.auto.auto_factory import get_values
 
@@ -31,3 +32,12 @@ def test_tests_find_attached_classes_by_name_and_by_file():
         "AffineB",
     ]
     assert suite._file_of_family(affine_config_class(LlamaConfig)) == suite._file_of_family(LlamaConfig)
+
+
+@pytest.mark.parametrize(("text", "said"), [("import missing_package", "missing_package"), ("", "no tests ran")])
+def test_a_family_whose_tests_do_not_run_is_an_error(tmp_path, text, said):
+    folder = tmp_path / "tests" / "models" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "test_modeling_llama.py").write_text(text)
+    with pytest.raises(SystemExit, match=rf"(?s)the tests of llama did not run:.*{said}"):
+        suite.run(tmp_path, "llama", None, None, None)
