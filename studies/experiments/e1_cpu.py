@@ -1,6 +1,6 @@
 """Runs the CPU version of E1 (e1.md): 1M-parameter students that separate start scale, static and adaptive scale.
 
-    python -m studies.experiments.e1_cpu runs/e1_cpu             # 28 runs, about 20 minutes on one core; resumes
+    python -m studies.experiments.e1_cpu runs/e1_cpu             # 44 runs, about 30 minutes on one core; resumes
     python -m studies.experiments.e1_cpu runs/e1_cpu --store     # collects them into the stored result
     python -m studies.experiments.e1_cpu --report                # tables and figure of docs/experiments.md
 
@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from affine_attention.lab.names import folder_name
+from affine_attention.lab.report.pooled import pool
 from affine_attention.lab.run import RunFolder
 from affine_attention.study import Plan
 
 from .cpu_runs import SETTINGS, load, numbers_of, run_command, train_missing, write_result
 from .design_runs import Values, split_name
-from .e1_report import STORED_CELLS, letters_of, loss_table, start_lines, tests
+from .e1_report import STORED_CELLS, letters_of, loss_table, start_lines, start_scale, tests, two_sided
 from .e3 import RESULTS
 from .e4_cpu import NAME as NAME_OF_E4
 from .e4_cpu import SEEDS as STORED_SEEDS
@@ -30,10 +32,13 @@ from .verdicts import Verdict, verdict_lines
 RATE, LOW_RATE = 2e-3, 1e-3
 NAME = "e1_cpu"
 LETTERS = letters_of(LOW_RATE)
+# The second part of the design, with new seeds.
+FOLLOW_UP = ("softmax", "head_gated", "constant_alpha", "head_gated+alpha_start=0.25")
+NEW_SEEDS = (3, 4, 5, 6)
 
 
 def plans(out: Path, settings: Mapping[str, Any] = SETTINGS) -> list[Plan]:
-    """New students with all seeds, stored students with the seeds that E4 does not have, and one repeated run."""
+    """New students, stored students with the seed that E4 does not have, one repeated run, and the follow-up."""
     usual = {**settings, "learning_rate": RATE}
     rated = tuple(f"{mechanism}+learning_rate={LOW_RATE}" for mechanism in E1_RATED)
     others = tuple(seed for seed in SEEDS if seed not in STORED_SEEDS)
@@ -41,6 +46,7 @@ def plans(out: Path, settings: Mapping[str, Any] = SETTINGS) -> list[Plan]:
         ScaledStarts("tiny_cpu", E1_STUDENTS, SEEDS, usual, starts=out / "starts"),
         Plan("tiny_cpu", (*STORED_CELLS, *rated), others, usual),
         Plan("tiny_cpu", ("softmax",), SEEDS[:1], usual),
+        Plan("tiny_cpu", FOLLOW_UP, NEW_SEEDS, usual),
     ]
 
 
@@ -68,6 +74,8 @@ def results_of(runs: Sequence[dict[str, Any]], runs_of_e4: Sequence[dict[str, An
         rate = "" if run["learning_rate"] == RATE else f"_learning_rate={run['learning_rate']}"
         found[f"{run['mechanism']}{rate}-seed{run['seed']}"] = _loss_of(run)
     for run in runs:
+        if run["seed"] not in SEEDS:
+            continue
         name = f"{run['student']}-seed{run['seed']}"
         (again if name in found else found)[name] = _loss_of(run)
     finite = {name: loss for name, loss in found.items() if math.isfinite(loss)}
@@ -84,10 +92,29 @@ def _loss_of(run: Mapping[str, Any]) -> float:
     return math.nan if run["eval_loss"] is None else float(run["eval_loss"])
 
 
+def follow_up(runs: Sequence[dict[str, Any]]) -> tuple[list[Verdict], Values]:
+    """(verdicts, losses) of the runs with new seeds alone."""
+    losses: Values = {}
+    for run in runs:
+        if run["seed"] in NEW_SEEDS and math.isfinite(loss := _loss_of(run)):
+            losses.setdefault(run["student"], {})[run["seed"]] = loss
+    noise, terms = pool([*losses.values()]), [(1.0, LETTERS["g"]), (-1.0, "head_gated")]
+    smaller = two_sided("H6, an even smaller start is better", losses, noise, terms, seeds=NEW_SEEDS)
+    return [start_scale(losses, noise, LETTERS, NEW_SEEDS), smaller], losses
+
+
 def tables(runs: Sequence[dict[str, Any]], runs_of_e4: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Verdicts, losses, and the descriptive differences with the noise."""
+    """Verdicts, losses and descriptive differences; then verdicts and losses of the follow-up."""
     verdicts, losses = results_of(runs, runs_of_e4)
-    return [verdict_lines(verdicts), loss_table(losses, LETTERS), start_lines(losses, LETTERS)]
+    again, new = follow_up(runs)
+    cells = [folder_name(variant) for variant in FOLLOW_UP]
+    return [
+        verdict_lines(verdicts),
+        loss_table(losses, LETTERS),
+        start_lines(losses, LETTERS),
+        verdict_lines(again),
+        loss_table(new, LETTERS, cells, NEW_SEEDS),
+    ]
 
 
 def print_report() -> None:
@@ -100,5 +127,9 @@ def print_report() -> None:
     print(f"written to {write_figure(results_of(runs, runs_of_e4)[1])}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_command(__doc__, run_all, store, print_report)
+
+
+if __name__ == "__main__":
+    main()

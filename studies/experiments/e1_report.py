@@ -6,7 +6,7 @@ python -m studies.experiments.e1_cpu --report           # the stored result of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -110,9 +110,11 @@ def comparable(stored: Mapping[str, float], again: Mapping[str, float], all_agai
     return Verdict(test, signed(gap, 4), REFUTED, f"repeat {', '.join(needed)}")
 
 
-def start_scale(losses: Values, noise: Pool | None, letters: Mapping[str, str]) -> Verdict:
+def start_scale(
+    losses: Values, noise: Pool | None, letters: Mapping[str, str], seeds: Sequence[int] = SEEDS
+) -> Verdict:
     terms = [(1.0, letters["c"]), (-0.5, "softmax"), (-0.5, "head_gated")]
-    return _two_sided("H1, it is the start scale", losses, noise, terms, "half of the gap")
+    return two_sided("H1, it is the start scale", losses, noise, terms, "half of the gap", seeds=seeds)
 
 
 def input_adaptive(losses: Values, noise: Pool | None, letters: Mapping[str, str]) -> Verdict:
@@ -125,7 +127,7 @@ def start_of_a_gate(losses: Values, noise: Pool | None, letters: Mapping[str, st
 
 def mean_value(losses: Values, noise: Pool | None, letters: Mapping[str, str]) -> Verdict:
     terms = [(1.0, letters["f"]), (-1.0, "affine")]
-    return _two_sided("H4, the mean value is what β removes", losses, noise, terms, "", equal="no difference")
+    return two_sided("H4, the mean value is what β removes", losses, noise, terms, equal="no difference")
 
 
 def wrong_rate(losses: Values, noise: Pool | None, letters: Mapping[str, str]) -> Verdict:
@@ -138,14 +140,21 @@ def wrong_rate(losses: Values, noise: Pool | None, letters: Mapping[str, str]) -
     weights[better] = weights.get(better, 0.0) - 1.0
     terms = [(weight, cell) for cell, weight in weights.items()]
     which = "lower" if better == letters["i"] else "usual"
-    return _two_sided(test, losses, noise, terms, f"head_gated is better at the {which} rate")
+    return two_sided(test, losses, noise, terms, f"head_gated is better at the {which} rate")
 
 
-def _two_sided(
-    test: str, losses: Values, noise: Pool | None, terms: list[tuple[float, str]], remark: str, equal: str = ""
+def two_sided(
+    test: str,
+    losses: Values,
+    noise: Pool | None,
+    terms: list[tuple[float, str]],
+    remark: str = "",
+    *,
+    equal: str = "",
+    seeds: Sequence[int] = SEEDS,
 ) -> Verdict:
     """Confirmed below 0, refuted above 0; with `equal`, that word for an interval within ±EQUAL."""
-    if row := waiting(test, losses, [cell for _, cell in terms], SEEDS):
+    if row := waiting(test, losses, [cell for _, cell in terms], seeds):
         return row
     found = contrast_of(losses, terms, noise, CONFIDENCE)
     assert found is not None
@@ -174,16 +183,21 @@ def _remarks(first: str, second: str, noise: Pool) -> str:
     return "; ".join(part for part in (first, second, unequal) if part)
 
 
-def loss_table(losses: Values, letters: Mapping[str, str]) -> list[str]:
+def loss_table(
+    losses: Values, letters: Mapping[str, str], cells: Sequence[str] = (), seeds: Sequence[int] = SEEDS
+) -> list[str]:
     """Held-out loss of every student, by seed, and its difference to softmax with the pooled 95 % interval."""
     letter_of = {cell: letter for letter, cell in letters.items()}
     noise = pool([*losses.values()])
-    lines = [f"| | student | {' | '.join(f'seed {seed}' for seed in SEEDS)} | − softmax |", "|---|---|---|---|---|---|"]
-    for cell in (*STORED_CELLS, *letters.values()):
-        seeds = losses.get(cell, {})
-        found = [f"{seeds[seed]:.3f}" if seed in seeds else "missing" for seed in SEEDS]
+    lines = [
+        f"| | student | {' | '.join(f'seed {seed}' for seed in seeds)} | − softmax |",
+        f"|{'---|' * (3 + len(seeds))}",
+    ]
+    for cell in cells or (*STORED_CELLS, *letters.values()):
+        own = losses.get(cell, {})
+        found = [f"{own[seed]:.3f}" if seed in own else "missing" for seed in seeds]
         gap = "–"
-        if cell != "softmax" and seeds and "softmax" in losses:
+        if cell != "softmax" and own and "softmax" in losses:
             both = contrast_of(losses, [(1.0, cell), (-1.0, "softmax")], noise, 0.95)
             gap = shown(both.pooled) if both is not None else "–"
         lines.append(f"| {letter_of.get(cell, '')} | {cell} | {' | '.join(found)} | {gap} |")

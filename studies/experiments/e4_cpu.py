@@ -61,5 +61,9 @@ def print_report() -> None:
     print(f"written to {write_figure(runs)}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_command(__doc__, run_grid, store, print_report)
+
+
+if __name__ == "__main__":
+    main()

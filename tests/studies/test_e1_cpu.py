@@ -10,8 +10,9 @@ import pytest
 
 from affine_attention.files import read_lines
 from affine_attention.lab.run import RunFolder
-from studies.experiments import cpu_runs, e1_cpu, e4_cpu, plans
+from studies.experiments import cpu_runs, e1_cpu, e1_figure, e4_cpu, plans
 
+ROOT = Path(__file__).parent.parent.parent
 TINY = {"steps": 3, "warmup_steps": 1, "decay_steps": 1, "sequence_length": 32, "global_batch": 2,
         "student_changes": {"num_hidden_layers": 1, "vocab_size": 2048}}  # fmt: skip
 
@@ -28,7 +29,7 @@ def made(noise=0.002, repeated=0.0, **changes):
     losses = {
         (cell, seed): mean + 0.05 * seed + noise * float(draw.standard_normal())
         for cell, mean in means.items()
-        for seed in plans.SEEDS
+        for seed in (*plans.SEEDS, *e1_cpu.NEW_SEEDS)
     }
     old = [
         {"mechanism": cell.partition("_learning_rate=")[0], "seed": seed, "eval_loss": loss,
@@ -38,7 +39,7 @@ def made(noise=0.002, repeated=0.0, **changes):
     ]  # fmt: skip
     names = [job.name.rpartition("-seed") for job in plans.runs_of(e1_cpu.plans(Path("OUT")), Path("OUT"))]
     new = [{"student": cell, "seed": int(seed), "eval_loss": losses[cell, int(seed)]} for cell, _, seed in names]
-    new[-1]["eval_loss"] += repeated
+    next(run for run in reversed(new) if cells_of([run]) == [("softmax", 0)])["eval_loss"] += repeated
     return new, old
 
 
@@ -60,6 +61,23 @@ def test_every_verdict_is_reached(given, expected):
     assert verdicts_of(made(**given)) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"c": 5.2, "g": 5.0}, ["confirmed"] * 2),
+        ({"c": 5.45, "g": 5.3}, ["refuted"] * 2),
+        ({"c": 5.34, "g": 5.18}, ["undecided"] * 2),
+    ],
+)
+def test_every_verdict_of_the_follow_up_is_reached(given, expected):
+    new, old = made(**given)
+    assert [verdict.verdict for verdict in e1_cpu.follow_up(new)[0]] == expected
+    # The two parts share no run.
+    first = [run for run in new if run["seed"] in plans.SEEDS]
+    assert e1_cpu.results_of(new, old) == e1_cpu.results_of(first, old)
+    assert {verdict.verdict for verdict in e1_cpu.follow_up(first)[0]} == {"runs are missing"}
+
+
 def test_a_non_finite_run_leaves_its_test_without_a_verdict():
     new, old = made()
     next(run for run in new if run["student"] == "constant_alpha")["eval_loss"] = None
@@ -68,7 +86,7 @@ def test_a_non_finite_run_leaves_its_test_without_a_verdict():
 
 
 def test_the_table_has_all_students_and_seeds():
-    noise = e1_cpu.tables(*made())[-1][-1]
+    noise = e1_cpu.tables(*made())[2][-1]
     assert "24 degrees of freedom" in noise  # 13 students x 3 seeds: 39 values, 13 + 2 parameters
     losses = e1_cpu.results_of(*made())[1]
     assert set(losses) == {*e1_cpu.STORED_CELLS, *e1_cpu.LETTERS.values()}
@@ -92,3 +110,29 @@ def test_the_runs_are_trained_and_stored_and_a_start_by_1_is_the_usual_run(tmp_p
     # Half of the output projection and half of the weighted sum are the same function before the first update.
     assert course["softmax_start=0.5"][0][0] == pytest.approx(course["constant_alpha"][0][0], rel=1e-6)
     assert course["softmax_start=0.5"] != course["softmax"]
+
+
+def test_the_stored_result_is_complete_and_names_no_machine():
+    head, runs = cpu_runs.load("e1_cpu")
+    names = [f"{student}-seed{seed}" for student, seed in cells_of(runs)]
+    assert names == [job.name for job in plans.runs_of(e1_cpu.plans(Path("OUT")), Path("OUT"))]
+    assert len(names) == len(set(names)) == 44
+    assert head["settings"] == cpu_runs.load("e4_cpu")[0]["settings"] == cpu_runs.SETTINGS
+    assert not any(word in str(head) for word in ("/tmp/", "/root/", "/home/", "/work/"))
+
+
+def test_the_tables_of_the_docs_are_those_of_the_stored_result():
+    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8").splitlines()
+    found = e1_cpu.tables(cpu_runs.load("e1_cpu")[1], cpu_runs.load("e4_cpu")[1])
+    for line in (line for table in found for line in table):
+        assert line in page, "run `python -m studies.experiments.e1_cpu --report`"
+
+
+def test_the_figure_of_the_docs_is_that_of_the_stored_result(tmp_path):
+    from matplotlib.image import imread
+
+    losses = e1_cpu.results_of(cpu_runs.load("e1_cpu")[1], cpu_runs.load("e4_cpu")[1])[1]
+    new = imread(e1_figure.write_figure(losses, tmp_path / "new.png"))[..., :3] * 255
+    kept = imread(e1_figure.IMAGE)[..., :3] * 255
+    assert new.shape == kept.shape
+    assert np.abs(new - kept).mean() < 2, "run `python -m studies.experiments.e1_cpu --report`"
