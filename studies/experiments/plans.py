@@ -19,6 +19,7 @@ from affine_attention.lab.recipe import Recipe, parse_setting
 from affine_attention.lab.run import RunFolder
 from affine_attention.lab.training.checkpoints import MANIFEST
 from affine_attention.lab.training.student import build_student
+from affine_attention.lab.training.train import load_corpus
 from affine_attention.recipes import recipe
 from affine_attention.study import Job, Plan
 from studies.smollm2.run import make_plan
@@ -26,10 +27,12 @@ from studies.smollm2.run import make_plan
 SEEDS = (0, 1, 2)
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
-E1_VARIANTS = (
+E1_STUDENTS = (
     "constant_alpha", "per_head_alpha+alpha_start=0.5", "head_gated_double", "affine_centred",
-    "head_gated+alpha_start=0.25", "softmax+learning_rate=0.0005", "head_gated+learning_rate=0.0005",
+    "head_gated+alpha_start=0.25",
 )  # fmt: skip
+E1_RATED = ("softmax", "head_gated")  # also at half the learning rate
+E1_VARIANTS = (*E1_STUDENTS, *(f"{mechanism}+learning_rate={5e-4}" for mechanism in E1_RATED))
 E1_FACTORS = (0.5, 0.0)  # of the output projection of attention in softmax students
 
 E2_MECHANISMS = ("softmax", "affine", "head_gated", "gated")
@@ -72,13 +75,16 @@ class ScaledStarts(Plan):
                 folder = self._start(factor, seed)
                 if (folder / "config.json").is_file():
                     continue
-                student = build_student(self._softmax(seed))
+                usual = self._softmax(seed)
+                student = build_student(usual)
                 with torch.no_grad():
                     for layer in student.model.layers:
                         layer.self_attn.o_proj.weight *= factor
                 partial = folder.with_name(f".{folder.name}.partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 student.save_pretrained(partial)
+                if usual.tokenizer is None:  # a student from a folder has its tokenizer there
+                    load_corpus(usual).tokenizer.save_pretrained(partial)
                 partial.rename(folder)
 
     def _start(self, factor: float, seed: int) -> Path:

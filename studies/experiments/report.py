@@ -3,8 +3,8 @@
     python -m studies.experiments.report e1 runs/e1
     python -m studies.experiments.report e2 e2-seed0.tar.xz e2-seed1.tar.xz
 
-RUNS are folders of runs and archives of run.py. e1 also reads the stored runs of the study. E3 and the CPU version of
-E4 have stored results: `e3_report` and `e4_cpu --report`.
+RUNS are folders of runs and archives of run.py. e1 also reads the stored runs of the study. E3 and the CPU versions of
+E1 and E4 have stored results: `e3_report`, `e1_cpu --report` and `e4_cpu --report`.
 """
 
 from __future__ import annotations

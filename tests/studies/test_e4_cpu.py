@@ -11,7 +11,7 @@ import pytest
 
 from affine_attention.files import read_lines
 from affine_attention.lab.run import RunFolder
-from studies.experiments import e4_cpu, e4_figure
+from studies.experiments import cpu_runs, e4_cpu, e4_figure
 from studies.experiments import e4_report as e4
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +64,7 @@ def test_the_grid_runs_resumes_and_is_stored(tmp_path, monkeypatch):
     tiny = {"steps": 3, "warmup_steps": 1, "decay_steps": 1, "sequence_length": 32, "global_batch": 2}
     changes = {"student_changes": {"num_hidden_layers": 1, "vocab_size": 2048}}
     for _ in range(2):
-        e4_cpu.run_grid(tmp_path / "runs", e4_cpu.SETTINGS | tiny | changes)
+        e4_cpu.run_grid(tmp_path / "runs", cpu_runs.SETTINGS | tiny | changes)
     (line,) = list(read_lines(e4_cpu.store(tmp_path / "runs", tmp_path)))[1:]
     assert line["eval_loss"] < line["untrained_loss"] + 1
     assert 0 <= line["clipped_share"] <= 1
@@ -77,24 +77,24 @@ def test_the_grid_runs_resumes_and_is_stored(tmp_path, monkeypatch):
 
 
 def test_the_stored_result_is_complete_and_names_no_machine():
-    head, runs = e4_cpu.load()
+    head, runs = cpu_runs.load("e4_cpu")
     cells = [(run["mechanism"], run["learning_rate"], run["seed"]) for run in runs]
     assert set(cells) == {(m, rate, seed) for m in e4_cpu.E4_MECHANISMS for rate in e4_cpu.RATES for seed in e4.TWO}
     assert len(cells) == len(set(cells))
-    assert head["settings"]["steps"] == e4_cpu.SETTINGS["steps"]
+    assert head["settings"]["steps"] == cpu_runs.SETTINGS["steps"]
     assert not any(word in str(head) for word in ("/tmp/", "/root/", "/home/", "/work/"))
 
 
 def test_the_tables_of_the_docs_are_those_of_the_stored_result():
     page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8").splitlines()
-    for line in (line for table in e4.tables(e4_cpu.load()[1]) for line in table):
+    for line in (line for table in e4.tables(cpu_runs.load("e4_cpu")[1]) for line in table):
         assert line in page, "run `python -m studies.experiments.e4_cpu --report`"
 
 
 def test_the_figure_of_the_docs_is_that_of_the_stored_result(tmp_path):
     from matplotlib.image import imread
 
-    new = imread(e4_figure.write_figure(e4_cpu.load()[1], tmp_path / "new.png"))[..., :3] * 255
+    new = imread(e4_figure.write_figure(cpu_runs.load("e4_cpu")[1], tmp_path / "new.png"))[..., :3] * 255
     kept = imread(e4_figure.IMAGE)[..., :3] * 255
     assert new.shape == kept.shape
     assert np.abs(new - kept).mean() < 2, "run `python -m studies.experiments.e4_cpu --report`"
