@@ -62,7 +62,7 @@ def run_rank(rank: int, folder: str, kind: str) -> None:
     ("kind", "mechanism"),
     [
         ("tp", "affine_gated"),
-        ("tp", "sink"),
+        pytest.param("tp", "sink", marks=pytest.mark.slow),
         ("tp", Mechanism("heads", activation="per_head", bias="centred", bias_length="visible")),
         pytest.param("tp", "affine_free", marks=pytest.mark.slow),
         pytest.param("tp", "constant_alpha", marks=pytest.mark.slow),
@@ -71,7 +71,7 @@ def run_rank(rank: int, folder: str, kind: str) -> None:
         pytest.param("fsdp", "affine_centred", marks=pytest.mark.slow),
         pytest.param("tp", "off_by_one", marks=pytest.mark.slow),
         ("fsdp", "affine_gated"),
-        ("fsdp", "sink"),
+        pytest.param("fsdp", "sink", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_equal_one(kind, mechanism, tmp_path: Path):

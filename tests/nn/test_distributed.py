@@ -82,7 +82,7 @@ def free_port() -> int:
     ("kind", "world"),
     [
         ("ddp+buffers+accumulate", 2),
-        ("ddp", 4),
+        pytest.param("ddp", 4, marks=pytest.mark.slow),
         ("fsdp+checkpoint+accumulate", 2),
         ("fsdp", 4),
     ],

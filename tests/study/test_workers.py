@@ -68,6 +68,7 @@ def test_a_signal_ends_all_of_them(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_parallel_students_equal_sequential_ones(tmp_path):
     text = tmp_path / "stories.txt"
     text.write_text("\n\n".join(f"Story {n}.\n" + f"The cat number {n} sat on mat {n % 7}. " * 40 for n in range(60)))

@@ -21,6 +21,7 @@ from affine_attention.ops.fused.plan import why_not_fused
 from affine_attention.ops.visibility import Visibility
 from affine_attention.testing import MAX_ERROR_RATIO, error_ratio, naive_attention, sdpa_attention
 
+from ....interpreter import skip_for_time
 from ..routes import by_route, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -226,6 +227,8 @@ def test_one_query_one_key_and_a_sink(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("layout", ["heads last", "packed", "last dim strided", "odd offset", "expanded heads"])
 def test_any_strides(layout: str) -> None:
+    if layout in ("packed", "odd offset"):
+        skip_for_time()
     shape, _, parts = CASES["causal"]
     inputs = make_inputs(shape, parts, torch.float32)
 
@@ -286,6 +289,8 @@ def test_rows_that_see_no_key_are_zero(parts: str) -> None:
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["alpha", "beta", "gate", "sink"])
 def test_rows_that_see_no_key_are_zero_whatever_their_coefficients(name: str, broken: float) -> None:
+    if broken == torch.inf and name != "sink":
+        skip_for_time()
     shape = (2, 2, 1, 40, 40, 8)
     inputs = make_inputs(shape, "abrg" if name == "sink" else "absg", torch.float32)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
