@@ -9,6 +9,8 @@ import warnings
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, LlamaForCausalLM
 
 from affine_attention import Mechanism
@@ -354,7 +356,7 @@ def test_python_calls_of_a_training_step_on_a_gpu(mechanism, forward, backward, 
 
 @pytest.mark.parametrize(("mechanism", "budget"), [("softmax", 12), ("affine", 108)])
 def test_guards_of_a_compiled_layer_on_a_gpu(mechanism, budget, stub_of_a_gpu):
-    """What each call of a compiled layer checks, beyond plain sdpa; softmax has no larger graph than plain sdpa."""
+    """What each call of a compiled layer checks, beyond plain sdpa; the graph of softmax is that of plain sdpa."""
 
     class Compiled(Exception):
         pass
@@ -385,8 +387,9 @@ def test_guards_of_a_compiled_layer_on_a_gpu(mechanism, budget, stub_of_a_gpu):
     (guards, nodes), (plain_guards, plain_nodes) = compiled(mechanism), compiled(None)
     assert guards <= plain_guards + budget
     if mechanism == "softmax":
-        # Equal with transformers 5.17. In 5.23, plain sdpa reshapes its output to the shape that it has.
-        assert nodes <= plain_nodes
+        # In transformers 5.23, plain sdpa has one more node: it reshapes its output to the shape that it has.
+        reshapes = 0 if Version(transformers.__version__) < Version("5.18") else 1
+        assert plain_nodes - reshapes <= nodes <= plain_nodes
 
 
 def test_an_attention_module_is_not_compiled_outside_of_its_decoder():
