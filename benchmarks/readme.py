@@ -87,8 +87,8 @@ def loop_lines(*paths: Path) -> list[str]:
 
 # Results whose table is shown as it is: prefix of the file, heading, what it measures.
 WHOLE = (
-    ("ranges_nvidia", "Packed documents, windows and padding on a GPU", "Time of a call, bf16, as a multiple of plain "
-     "attention with the same mask in FlexAttention, for padding of plain causal attention by cuDNN."),
+    ("ranges_nvidia", "Packed documents, windows and padding on a GPU", "Time of a call, bf16, relative to "
+     "FlexAttention's plain softmax with the same mask; for padding, relative to cuDNN's plain causal attention."),
     ("mechanisms_nvidia", "Mechanisms on a GPU", "One layer's mechanism, forward + backward, bf16, causal, with the "
      "projections of the mechanism."),
     ("accelerate_nvidia", "A GPT-OSS layer on a GPU", "With its own sinks and window (`hf.accelerate`)."),
